@@ -1,0 +1,268 @@
+// out = token_scale * base + waves, in one pass.
+//
+// Waves are made for one position and one tile of pairs at a time, into a buffer of a few kilobytes that stays in the
+// first-level cache, and are added to every token at that position before the next tile.
+
+constexpr int64_t kTilePairs = 256;
+
+// `count` waves, whole vectors of them (frequencies and tiles have room): wave(i) holds those of pairs first + i and on;
+// sines go to sines[i], cosines to cosines[i], or to sines[2 * i] and the place after it.
+template <class Wave>
+POSENC_HD void fill_vectors(Wave wave, int64_t count, float* sines, float* cosines, bool interleaved) {
+  for (int64_t i = 0; i < count; i += kLanes<float>) {
+    const SinCos<FloatVector> pair = wave(i);
+    if (interleaved) {
+      FloatVector low, high;
+      interleave(pair.sin, pair.cos, low, high);
+      store_bytes<false>(sines + 2 * i, low);
+      store_bytes<false>(sines + 2 * i + kLanes<float>, high);
+    } else {
+      store_bytes<false>(sines + i, pair.sin);
+      store_bytes<false>(cosines + i, pair.cos);
+    }
+  }
+}
+
+POSENC_HD uint64_t magnitude(int64_t position) {
+  return position < 0 ? uint64_t{0} - static_cast<uint64_t>(position) : static_cast<uint64_t>(position);
+}
+
+void fill_waves(const Waves& waves, int64_t position, int64_t first, int64_t count, float* sines, float* cosines) {
+  const bool interleaved = waves.layout.kind == LayoutKind::interleaved;
+  const uint64_t p = magnitude(position);
+  const float p32 = static_cast<float>(p);
+  const auto fill = [&](const auto& wave) { fill_vectors(wave, count, sines, cosines, interleaved); };
+  const auto word = [&](int n, int64_t i) { return load_bytes<UintVector>(waves.frequencies.turns[n] + first + i); };
+  const auto angle = [&](int64_t i) { return load_bytes<FloatVector>(waves.frequencies.angular + first + i) * p32; };
+  if (waves.precision == Precision::exact) {
+    const UintVector p0 = splat(static_cast<uint32_t>(p)), p1 = splat(static_cast<uint32_t>(p >> 32));
+    if (p >> 32 == 0) {
+      fill([&](int64_t i) { return sincos_of_phase32(phase_of_product(p0, word(0, i), word(1, i))); });
+    } else {
+      fill([&](int64_t i) { return sincos_of_phase32(exact_phase32(p0, p1, word(0, i), word(1, i), word(2, i))); });
+    }
+  } else if (p32 < kShortAngle) {  // no frequency is above 1, so no angle above the position
+    fill([&](int64_t i) { return sincos_of_short_angle<UintVector>(angle(i)); });
+  } else {
+    fill([&](int64_t i) {
+      const FloatVector angles = angle(i);
+      SinCos<FloatVector> waves_here;
+      for (int64_t lane = 0; lane < kLanes<float>; ++lane) {
+        const SinCos<float> wave = sincos_of_angle(angles[lane]);
+        waves_here.sin[lane] = wave.sin, waves_here.cos[lane] = wave.cos;
+      }
+      return waves_here;
+    });
+  }
+  if (position < 0) {
+    for (int64_t i = 0, step = interleaved ? 2 : 1; i < count; ++i) sines[i * step] = -sines[i * step];
+  }
+}
+
+void fill_waves(const Waves& waves, int64_t position, int64_t first, int64_t count, double* sines, double* cosines) {
+  const bool interleave = waves.layout.kind == LayoutKind::interleaved;
+  const int64_t step = interleave ? 2 : 1;
+  const uint64_t p = magnitude(position);
+  const float p32 = static_cast<float>(p);
+  const Frequencies& f = waves.frequencies;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t k = first + i;
+    const uint64_t phase = waves.precision == Precision::exact
+                               ? exact_phase64(p, {{f.turns[0][k], f.turns[1][k], f.turns[2][k], f.turns[3][k]}})
+                               : wide_angle_phase64(p32 * f.angular[k]);
+    const SinCos<double> wave = sincos_of_phase64(phase);
+    sines[i * step] = position < 0 ? -wave.sin : wave.sin;
+    (interleave ? sines + 1 : cosines)[i * step] = wave.cos;
+  }
+}
+
+// The columns that one tile of waves covers: up to a stretch of sines (or of interleaved pairs), one of cosines, and
+// the zero column of an odd width.
+template <class Real>
+struct WaveTile {
+  struct Stretch {
+    int64_t column, count;
+    const Real* waves;
+  };
+  alignas(64) Real buffer[2 * kTilePairs];
+  Real zero = 0;
+  Stretch stretches[3];
+  int64_t stretch_count = 0;
+
+  void push(int64_t column, int64_t end, const Real* waves) {
+    if (end > column) stretches[stretch_count++] = {column, end - column, waves};
+  }
+
+  void fill(const Waves& waves, int64_t position, int64_t first) {
+    const Layout& layout = waves.layout;
+    const int64_t last = std::min(first + kTilePairs, layout.pairs());
+    stretch_count = 0;
+    fill_waves(waves, position, first, last - first, buffer, buffer + kTilePairs);
+    if (layout.kind == LayoutKind::interleaved) {
+      push(2 * first, std::min(2 * last, layout.sines + layout.cosines), buffer);
+    } else {
+      push(layout.sine_start() + first, layout.sine_start() + last, buffer);
+      push(layout.cosine_start() + first, layout.cosine_start() + std::min(last, layout.cosines), buffer + kTilePairs);
+    }
+    if (last == layout.pairs() && layout.zero_column() >= 0) push(layout.zero_column(), layout.zero_column() + 1, &zero);
+  }
+};
+
+template <class T, Source source>
+POSENC_HD T combined(const T* base, typename Element<T>::Real wave, typename Element<T>::Real scale) {
+  using Real = typename Element<T>::Real;
+  if constexpr (source == Source::none) return Element<T>::put(wave);
+  const Real term = source == Source::gathered ? Element<T>::get(*base) * scale : Element<T>::get(*base);
+  return Element<T>::put(term + wave);
+}
+
+// Rows of a table lie anywhere, so the row of a later token is asked for, line by line, while this one is worked on: a
+// burst for a whole row would fill the queue that the streaming stores need too.
+constexpr int64_t kPrefetchTokens = 3;
+
+POSENC_HD void prefetch_to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// `next` is the base term of that later token.
+template <class T, Source source, bool stream>
+POSENC_HD void combine_vectors(const T* base, const T* next, const typename Element<T>::Real* waves, T* out, int64_t count, typename Element<T>::Real scale) {
+  using E = Element<T>;
+  using Vector = typename E::Vector;
+  constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));  // one store of a whole vector
+  const auto sum = [&](int64_t at) {
+    Vector value = load_bytes<Vector>(waves + at);
+    if constexpr (source == Source::gathered) value = E::load(base + at) * scale + value;
+    if constexpr (source == Source::dense) value = E::load(base + at) + value;
+    return value;
+  };
+  int64_t i = 0;
+  if constexpr (stream) {
+    for (; i < count && !stream_aligned(out + i); ++i) out[i] = combined<T, source>(base + i, waves[i], scale);
+  }
+  for (; i + kStep <= count; i += kStep) {
+    if constexpr (source == Source::gathered) prefetch_to_l2(next + i);
+    if constexpr (sizeof(T) == 2) {
+      E::template store<stream>(out + i, sum(i), sum(i + kStep / 2));
+    } else {
+      E::template store<stream>(out + i, sum(i));
+    }
+  }
+  for (; i < count; ++i) out[i] = combined<T, source>(base + i, waves[i], scale);
+}
+
+template <class T, Source source, bool stream>
+void combine(const T* base, const T* next, int64_t column_stride, const WaveTile<typename Element<T>::Real>& tile, T* out, typename Element<T>::Real scale) {
+  for (int64_t s = 0; s < tile.stretch_count; ++s) {
+    const auto& stretch = tile.stretches[s];
+    T* to = out + stretch.column;
+    if (source == Source::none) {
+      combine_vectors<T, source, stream>(nullptr, nullptr, stretch.waves, to, stretch.count, scale);
+    } else if (column_stride == 1) {
+      combine_vectors<T, source, stream>(base + stretch.column, next + stretch.column, stretch.waves, to, stretch.count, scale);
+    } else {
+      for (int64_t i = 0; i < stretch.count; ++i)
+        to[i] = combined<T, source>(base + (stretch.column + i) * column_stride, stretch.waves[i], scale);
+    }
+  }
+}
+
+// Where a token's base term and output lie.
+template <class T, Source source>
+struct TokenRows {
+  const ForwardParams& params;
+
+  const T* base(int64_t outer, int64_t seq, int64_t inner) const {
+    if (source == Source::none) return nullptr;
+    const T* start = static_cast<const T*>(params.base);
+    if (source == Source::dense) return start + params.base_strides.at(outer, seq, inner);
+    const Grid& grid = params.grid;
+    return start + params.ids[(outer * grid.seq + seq) * grid.inner + inner] * params.row_stride;
+  }
+  T* out(int64_t outer, int64_t seq, int64_t inner) const {
+    return static_cast<T*>(params.out) + params.out_strides.at(outer, seq, inner);
+  }
+  int64_t position(int64_t outer, int64_t seq, int64_t inner) const {
+    const Waves& waves = params.waves;
+    const int64_t place = waves.positions.data == nullptr ? seq : waves.positions[waves.position_strides.at(outer, seq, inner)];
+    return static_cast<int64_t>(static_cast<uint64_t>(waves.offset) + static_cast<uint64_t>(place));  // wraps, never undefined
+  }
+};
+
+// Tokens in the order (seq, outer, inner) if they share positions, else in memory order (outer, seq, inner).
+struct Walk {
+  Grid grid;
+  bool shared;
+  int64_t outer = 0, seq = 0, inner = 0;
+
+  Walk(const Grid& tokens, bool in_groups, int64_t at) : grid(tokens), shared(in_groups) {
+    inner = at % grid.inner;
+    at /= grid.inner;
+    outer = shared ? at % grid.outer : at / grid.seq;
+    seq = shared ? at / grid.outer : at % grid.seq;
+  }
+  void next() {
+    if (++inner < grid.inner) return;
+    inner = 0;
+    int64_t& fast = shared ? outer : seq;
+    if (++fast < (shared ? grid.outer : grid.seq)) return;
+    fast = 0;
+    ++(shared ? seq : outer);
+  }
+};
+
+template <class T, Source source, bool stream>
+void forward_tokens(const ForwardParams& params, int64_t begin, int64_t end) {
+  using Real = typename Element<T>::Real;
+  const bool shared = params.waves.shared();
+  const TokenRows<T, source> rows{params};
+  const Real scale = static_cast<Real>(params.token_scale);
+  const Layout& layout = params.waves.layout;
+  const int64_t group_limit = shared ? params.grid.outer * params.grid.inner : 1;
+  WaveTile<Real> tile;
+  Walk walk(params.grid, shared, begin), ahead = walk;
+  int64_t next_token = begin;  // where `ahead` stands
+  for (int64_t at = begin; at < end;) {
+    // The tokens [at, group_end) have one position.
+    const int64_t group_end = std::min(end, at + group_limit - (shared ? at % group_limit : 0));
+    const int64_t position = rows.position(walk.outer, walk.seq, walk.inner);
+    const Walk group = walk;
+    for (int64_t pair = 0; pair < layout.pairs(); pair += kTilePairs) {
+      tile.fill(params.waves, position, pair);
+      walk = group;
+      for (int64_t token = at; token < group_end; ++token, walk.next()) {
+        const T* next = nullptr;
+        if constexpr (source == Source::gathered) {
+          for (; next_token < std::min(end - 1, token + kPrefetchTokens); ++next_token) ahead.next();
+          next = rows.base(ahead.outer, ahead.seq, ahead.inner);
+        }
+        combine<T, source, stream>(rows.base(walk.outer, walk.seq, walk.inner), next, params.column_stride, tile,
+                                   rows.out(walk.outer, walk.seq, walk.inner), scale);
+      }
+    }
+    at = group_end;
+  }
+  if (stream) end_stream();
+}
+
+template <class T, Source source>
+void forward_source(const ForwardParams& params, bool stream, int64_t begin, int64_t end) {
+  if (stream) return forward_tokens<T, source, true>(params, begin, end);
+  return forward_tokens<T, source, false>(params, begin, end);
+}
+
+template <class T>
+void forward_typed(const ForwardParams& params, bool stream, int64_t begin, int64_t end) {
+  switch (params.source) {
+    case Source::gathered: return forward_source<T, Source::gathered>(params, stream, begin, end);
+    case Source::dense: return forward_source<T, Source::dense>(params, stream, begin, end);
+    case Source::none: return forward_source<T, Source::none>(params, stream, begin, end);
+  }
+}
+
+void forward(const ForwardParams& params, bool stream, int64_t begin, int64_t end) {
+  switch (params.dtype) {
+    case Dtype::float32: return forward_typed<float>(params, stream, begin, end);
+    case Dtype::float64: return forward_typed<double>(params, stream, begin, end);
+    case Dtype::bfloat16: return forward_typed<BFloat16>(params, stream, begin, end);
+    case Dtype::float16: return forward_typed<Float16>(params, stream, begin, end);
+  }
+}

@@ -1,0 +1,277 @@
+// Fixed-width vectors of the instruction set in force, and how each element type enters and leaves them.
+//
+// Vector<Real> is kVectorBytes wide and supports arithmetic directly (GCC and Clang vector types). Storage types are
+// widened to their arithmetic type Real on load and rounded once on store; 16-bit types are stored two vectors at a time, so
+// that every store is a full vector.
+
+constexpr int64_t kVectorBytes = POSENC_VECTOR_BYTES;
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <class Real>
+constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(Real));
+
+typedef float FloatVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
+typedef double DoubleVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
+typedef uint32_t UintVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
+typedef uint16_t HalfUintVector __attribute__((vector_size(POSENC_VECTOR_BYTES / 2)));
+
+typedef int32_t IntVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
+
+template <class V>
+POSENC_HD V load_bytes(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(V));
+  return value;
+}
+
+// `to` is aligned to sizeof(V) when stream is set: the value goes to memory without being read into the cache first.
+template <bool stream, class V>
+POSENC_HD void store_bytes(void* to, V value) {
+#if defined(__x86_64__)
+  if constexpr (stream) {
+    static_assert(sizeof(V) == kVectorBytes, "streaming stores are whole vectors");
+#if POSENC_VECTOR_BYTES == 64
+    return _mm512_stream_si512(static_cast<__m512i*>(to), bit_cast<__m512i>(value));
+#elif POSENC_VECTOR_BYTES == 32
+    return _mm256_stream_si256(static_cast<__m256i*>(to), bit_cast<__m256i>(value));
+#else
+    return _mm_stream_si128(static_cast<__m128i*>(to), bit_cast<__m128i>(value));
+#endif
+  }
+#endif
+  std::memcpy(to, &value, sizeof(V));
+}
+
+// ---- what sinusoid.h asks of a vector of phases ----------------------------------------------------------------------
+
+POSENC_HD UintVector splat(uint32_t value) { return UintVector{} + value; }
+
+}  // namespace
+
+template <>
+struct Lane<UintVector> {
+  using Float = FloatVector;
+  POSENC_HD static FloatVector fused(FloatVector a, FloatVector b, FloatVector c) {
+#if POSENC_VECTOR_BYTES == 64
+    return bit_cast<FloatVector>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+#elif POSENC_VECTOR_BYTES == 32
+    return bit_cast<FloatVector>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
+#else
+    FloatVector result;
+    for (int64_t i = 0; i < kLanes<float>; ++i) result[i] = posenc::fused(a[i], b[i], c[i]);
+    return result;
+#endif
+  }
+
+  POSENC_HD static UintVector high_product(UintVector a, UintVector b) {
+#if POSENC_VECTOR_BYTES == 64
+    const __m512i x = bit_cast<__m512i>(a), y = bit_cast<__m512i>(b);
+    const __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(x, y), 32);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), _mm512_srli_epi64(y, 32));
+    return bit_cast<UintVector>(_mm512_mask_blend_epi32(__mmask16{0xAAAA}, even, odd));
+#elif POSENC_VECTOR_BYTES == 32
+    const __m256i x = bit_cast<__m256i>(a), y = bit_cast<__m256i>(b);
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(x, y), 32);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), _mm256_srli_epi64(y, 32));
+    return bit_cast<UintVector>(_mm256_blend_epi32(even, odd, 0xAA));
+#else
+    UintVector result;
+    for (int64_t i = 0; i < kLanes<float>; ++i) result[i] = posenc::high_product(a[i], b[i]);
+    return result;
+#endif
+  }
+  POSENC_HD static FloatVector splat(float value) { return FloatVector{} + value; }
+  POSENC_HD static FloatVector signed_to_float(UintVector value) { return __builtin_convertvector(bit_cast<IntVector>(value), FloatVector); }
+#if POSENC_VECTOR_BYTES == 64
+  POSENC_HD static UintVector shift_right(UintVector value, UintVector by) {
+    return bit_cast<UintVector>(_mm512_srlv_epi32(bit_cast<__m512i>(value), bit_cast<__m512i>(by)));
+  }
+  POSENC_HD static UintVector shift_left(UintVector value, UintVector by) {
+    return bit_cast<UintVector>(_mm512_sllv_epi32(bit_cast<__m512i>(value), bit_cast<__m512i>(by)));
+  }
+#elif POSENC_VECTOR_BYTES == 32
+  POSENC_HD static UintVector shift_right(UintVector value, UintVector by) {
+    return bit_cast<UintVector>(_mm256_srlv_epi32(bit_cast<__m256i>(value), bit_cast<__m256i>(by)));
+  }
+  POSENC_HD static UintVector shift_left(UintVector value, UintVector by) {
+    return bit_cast<UintVector>(_mm256_sllv_epi32(bit_cast<__m256i>(value), bit_cast<__m256i>(by)));
+  }
+#else
+  POSENC_HD static UintVector shift_right(UintVector value, UintVector by) {
+    for (int64_t i = 0; i < kLanes<float>; ++i) value[i] = Lane<uint32_t>::shift_right(value[i], by[i]);
+    return value;
+  }
+  POSENC_HD static UintVector shift_left(UintVector value, UintVector by) {
+    for (int64_t i = 0; i < kLanes<float>; ++i) value[i] = Lane<uint32_t>::shift_left(value[i], by[i]);
+    return value;
+  }
+#endif
+};
+
+namespace {
+
+// (a0, b0, a1, b1, ...) as two vectors.
+POSENC_HD void interleave(FloatVector a, FloatVector b, FloatVector& first, FloatVector& second) {
+#if POSENC_VECTOR_BYTES == 64
+  const __m512 x = bit_cast<__m512>(a), y = bit_cast<__m512>(b);
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  first = bit_cast<FloatVector>(_mm512_permutex2var_ps(x, low, y));
+  second = bit_cast<FloatVector>(_mm512_permutex2var_ps(x, high, y));
+#elif POSENC_VECTOR_BYTES == 32
+  const __m256 low = _mm256_unpacklo_ps(bit_cast<__m256>(a), bit_cast<__m256>(b));
+  const __m256 high = _mm256_unpackhi_ps(bit_cast<__m256>(a), bit_cast<__m256>(b));
+  first = bit_cast<FloatVector>(_mm256_permute2f128_ps(low, high, 0x20));
+  second = bit_cast<FloatVector>(_mm256_permute2f128_ps(low, high, 0x31));
+#else
+  for (int64_t i = 0; i < kLanes<float> / 2; ++i) {
+    first[2 * i] = a[i], first[2 * i + 1] = b[i];
+    second[2 * i] = a[i + kLanes<float> / 2], second[2 * i + 1] = b[i + kLanes<float> / 2];
+  }
+#endif
+}
+
+// ---- element types ---------------------------------------------------------------------------------------------------
+
+POSENC_HD UintVector join(HalfUintVector first, HalfUintVector second) {
+#if POSENC_VECTOR_BYTES == 64
+  return bit_cast<UintVector>(_mm512_inserti64x4(_mm512_castsi256_si512(bit_cast<__m256i>(first)), bit_cast<__m256i>(second), 1));
+#elif POSENC_VECTOR_BYTES == 32
+  return bit_cast<UintVector>(_mm256_set_m128i(bit_cast<__m128i>(second), bit_cast<__m128i>(first)));
+#else
+  const HalfUintVector both[2] = {first, second};
+  return load_bytes<UintVector>(both);
+#endif
+}
+
+// IEEE half precision by integer arithmetic, equal to the hardware's conversions.
+POSENC_HD float float_of_half(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t magnitude = half & 0x7FFFu;
+  if (magnitude >= 0x7C00u) {  // infinity, or a NaN made quiet
+    return bit_cast<float>(sign | 0x7F800000u | (magnitude << 13) | (magnitude > 0x7C00u ? 0x400000u : 0u));
+  }
+  // As the bits of a float the magnitude is 2^-112 of its value, subnormal numbers included.
+  return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
+}
+
+POSENC_HD uint16_t half_of_float(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));
+  if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7C00u);  // 2^16 and above
+  if (magnitude < 0x38800000u) {  // below 2^-14: adding 1/2 rounds at 2^-24, the step of subnormal halves
+    return static_cast<uint16_t>(sign | (bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3F000000u));
+  }
+  const uint32_t rounded = magnitude + 0xFFFu + ((magnitude >> 13) & 1u);  // to nearest even; may carry to infinity
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+// Rounding to nearest even; every NaN becomes 0x7FC0, as torch does it.
+POSENC_HD uint16_t bfloat_of_float(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0u;
+  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+template <class T>
+struct Element;
+
+template <>
+struct Element<float> {
+  using Real = float;
+  using Vector = FloatVector;
+  POSENC_HD static Real get(float value) { return value; }
+  POSENC_HD static float put(Real value) { return value; }
+  POSENC_HD static Vector load(const float* from) { return load_bytes<Vector>(from); }
+  template <bool stream>
+  POSENC_HD static void store(float* to, Vector value) { store_bytes<stream>(to, value); }
+};
+
+template <>
+struct Element<double> {
+  using Real = double;
+  using Vector = DoubleVector;
+  POSENC_HD static Real get(double value) { return value; }
+  POSENC_HD static double put(Real value) { return value; }
+  POSENC_HD static Vector load(const double* from) { return load_bytes<Vector>(from); }
+  template <bool stream>
+  POSENC_HD static void store(double* to, Vector value) { store_bytes<stream>(to, value); }
+};
+
+template <>
+struct Element<BFloat16> {
+  using Real = float;
+  using Vector = FloatVector;
+  POSENC_HD static Real get(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+  POSENC_HD static BFloat16 put(Real value) { return {bfloat_of_float(value)}; }
+  POSENC_HD static Vector load(const BFloat16* from) {
+    const UintVector wide = __builtin_convertvector(load_bytes<HalfUintVector>(from), UintVector);
+    return bit_cast<Vector>(wide << 16);
+  }
+  POSENC_HD static HalfUintVector narrow(Vector value) {
+    const UintVector bits = bit_cast<UintVector>(value);
+    const UintVector rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    const UintVector is_nan = bit_cast<UintVector>((bits & 0x7FFFFFFFu) > 0x7F800000u);
+    const UintVector result = (rounded & ~is_nan) | (is_nan & 0x7FC0u);
+    return __builtin_convertvector(result, HalfUintVector);
+  }
+  template <bool stream>
+  POSENC_HD static void store(BFloat16* to, Vector first, Vector second) {
+    store_bytes<stream>(to, join(narrow(first), narrow(second)));
+  }
+};
+
+template <>
+struct Element<Float16> {
+  using Real = float;
+  using Vector = FloatVector;
+  POSENC_HD static Real get(Float16 value) { return float_of_half(value.bits); }
+  POSENC_HD static Float16 put(Real value) { return {half_of_float(value)}; }
+  POSENC_HD static Vector load(const Float16* from) {
+#if POSENC_VECTOR_BYTES == 64
+    return bit_cast<Vector>(_mm512_maskz_cvtph_ps(__mmask16{0xFFFF}, load_bytes<__m256i>(from)));
+#elif POSENC_VECTOR_BYTES == 32
+    return bit_cast<Vector>(_mm256_cvtph_ps(load_bytes<__m128i>(from)));
+#else
+    Vector value;
+    for (int64_t i = 0; i < kLanes<float>; ++i) value[i] = float_of_half(from[i].bits);
+    return value;
+#endif
+  }
+  POSENC_HD static HalfUintVector narrow(Vector value) {
+#if POSENC_VECTOR_BYTES == 64
+    return bit_cast<HalfUintVector>(
+        _mm512_maskz_cvtps_ph(__mmask16{0xFFFF}, bit_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif POSENC_VECTOR_BYTES == 32
+    return bit_cast<HalfUintVector>(_mm256_cvtps_ph(bit_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    HalfUintVector halves;
+    for (int64_t i = 0; i < kLanes<float>; ++i) halves[i] = half_of_float(value[i]);
+    return halves;
+#endif
+  }
+  template <bool stream>
+  POSENC_HD static void store(Float16* to, Vector first, Vector second) {
+    store_bytes<stream>(to, join(narrow(first), narrow(second)));
+  }
+};
+
+// Streaming stores are weakly ordered: fence before another thread may read what this one wrote.
+inline void end_stream() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+template <class T>
+POSENC_HD bool stream_aligned(const T* to) {
+  return reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
+}

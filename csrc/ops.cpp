@@ -1,0 +1,509 @@
+// The custom ops: schemas, argument checks, allocation and choice of backend. The only file that knows torch, and only
+// through its stable ABI, so that one build loads in every torch from 2.10 on.
+//
+// Nothing is written to any tensor before all checks have passed.
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <tuple>
+
+#include "checks.h"
+#include "cpu/backend.h"
+#include "frequency.h"
+#include "params.h"
+#include "segments.h"
+
+namespace posenc {
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void torch_pool(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context) {
+  torch_parallel_for(begin, end, grain, body, context);
+}
+
+// ---- describing tensors ----------------------------------------------------------------------------------------------
+
+std::string text(IntHeaderOnlyArrayRef sizes) {
+  std::string result = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) result += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
+  return result + "]";
+}
+
+const char* text(ScalarType type) { return torch::headeronly::toString(type); }
+
+Dtype dtype_of(ScalarType type, const char* op, const char* argument) {
+  switch (type) {
+    case ScalarType::Float: return Dtype::float32;
+    case ScalarType::Double: return Dtype::float64;
+    case ScalarType::BFloat16: return Dtype::bfloat16;
+    case ScalarType::Half: return Dtype::float16;
+    default: break;
+  }
+  throw std::invalid_argument(message(op, argument, " must have dtype float32, float64, bfloat16 or float16, got ", text(type)));
+}
+
+Integers integers_of(const Tensor& tensor, const char* op, const char* argument) {
+  const ScalarType type = tensor.scalar_type();
+  POSENC_CHECK(type == ScalarType::Long || type == ScalarType::Int, op, argument, " must have dtype int64 or int32, got ", text(type));
+  return {tensor.const_data_ptr(), type == ScalarType::Long};
+}
+
+std::string device_text(const Tensor& tensor) {
+  int32_t type = 0;
+  aoti_torch_get_device_type(tensor.get(), &type);
+  const std::string name = type == aoti_torch_device_type_cpu() ? "cpu" : type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
+  return tensor.is_cpu() ? name : name + ":" + std::to_string(tensor.get_device_index());
+}
+
+void check_same_device(const Tensor& tensor, const char* argument, const Tensor& other, const char* other_name, const char* op) {
+  if (tensor.is_cpu() && other.is_cpu()) return;
+  POSENC_CHECK(device_text(tensor) == device_text(other), op, argument, " must be on the device of ", other_name, " (", device_text(other), "), got ",
+               device_text(tensor));
+}
+
+// [first byte, last byte] that a tensor can reach.
+std::pair<const char*, const char*> reach(const Tensor& tensor) {
+  const char* first = static_cast<const char*>(tensor.const_data_ptr());
+  int64_t last = 0;
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
+  return {first, first + (last + 1) * static_cast<int64_t>(tensor.element_size()) - 1};
+}
+
+void check_disjoint(const Tensor& out, const Tensor& input, const char* argument, const char* op) {
+  if (out.numel() == 0 || input.numel() == 0) return;
+  const auto a = reach(out), b = reach(input);
+  POSENC_CHECK(a.second < b.first || b.second < a.first, op, "out must not share memory with ", argument);
+}
+
+// ---- the token grid --------------------------------------------------------------------------------------------------
+
+// Token axes `sizes` as a grid: the position runs along the last axis (batch_first) or the first one.
+Grid grid_of(IntHeaderOnlyArrayRef sizes, bool batch_first) {
+  if (sizes.size() == 0) return {};
+  const size_t axis = batch_first ? sizes.size() - 1 : 0;
+  Grid grid;
+  grid.seq = sizes[axis];
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (i < axis) grid.outer *= sizes[i];
+    if (i > axis) grid.inner *= sizes[i];
+  }
+  return grid;
+}
+
+// One stride for the axes [first, last), if they can be walked as one.
+std::optional<int64_t> merged_stride(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides, size_t first, size_t last) {
+  std::optional<int64_t> stride;
+  int64_t expected = 0;
+  for (size_t i = last; i-- > first;) {
+    if (sizes[i] == 1) continue;
+    if (!stride) stride = strides[i];
+    else if (strides[i] != expected) return std::nullopt;
+    expected = strides[i] * sizes[i];
+  }
+  return stride.value_or(0);
+}
+
+// The strides of a tensor whose leading `token_dims` axes are the token axes, or nothing if it must be copied first.
+std::optional<GridStrides> grid_strides(const Tensor& tensor, size_t token_dims, bool batch_first) {
+  if (token_dims == 0) return GridStrides{};
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const size_t axis = batch_first ? token_dims - 1 : 0;
+  const auto outer = merged_stride(sizes, strides, 0, axis);
+  const auto inner = merged_stride(sizes, strides, axis + 1, token_dims);
+  if (!outer || !inner) return std::nullopt;
+  return GridStrides{*outer, sizes[axis] == 1 ? 0 : strides[axis], *inner};
+}
+
+// ---- allocation ------------------------------------------------------------------------------------------------------
+
+// The C shim: a few hundred nanoseconds less than new_empty, which goes through the dispatcher.
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(sizes[i], 1);
+  }
+  int32_t device_type = 0, device_index = 0;
+  aoti_torch_get_device_type(like.get(), &device_type);
+  aoti_torch_get_device_index(like.get(), &device_index);
+  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type, device_index, &handle));
+  return Tensor(handle);
+}
+
+std::vector<int64_t> with_width(IntHeaderOnlyArrayRef token_sizes, int64_t width) {
+  std::vector<int64_t> sizes(token_sizes.begin(), token_sizes.end());
+  sizes.push_back(width);
+  return sizes;
+}
+
+// ---- the recipe ------------------------------------------------------------------------------------------------------
+
+struct Recipe {
+  double base;
+  int64_t divisor, layout, odd, precision;
+};
+
+enum class OddArgument : int64_t { sine = 0, zero = 1, round_up = 2 };
+
+// Fills waves.layout, precision and frequencies; the table that is returned must outlive them.
+std::shared_ptr<const FrequencyTable> set_recipe(Waves& waves, const Recipe& recipe, int64_t width, const char* op) {
+  POSENC_CHECK(width >= 1, op, "the width (d_model) must be positive, got ", width);
+  POSENC_CHECK(std::isfinite(recipe.base) && recipe.base >= 1.0, op, "base must be finite and at least 1, got ", recipe.base);
+  POSENC_CHECK(recipe.divisor == 0 || recipe.divisor == 1, op, "divisor must be 0 (d) or 1 (half_minus_1), got ", recipe.divisor);
+  POSENC_CHECK(recipe.layout >= 0 && recipe.layout <= 2, op, "layout must be 0 (interleaved), 1 (sin_cos) or 2 (cos_sin), got ", recipe.layout);
+  POSENC_CHECK(recipe.odd >= 0 && recipe.odd <= 2, op, "odd must be 0 (sine), 1 (zero) or 2 (round_up), got ", recipe.odd);
+  POSENC_CHECK(recipe.precision == 0 || recipe.precision == 1, op, "precision must be 0 (exact) or 1 (reference), got ", recipe.precision);
+  const OddRule rule = recipe.odd == static_cast<int64_t>(OddArgument::zero) ? OddRule::zero : OddRule::sine;
+  waves.layout = Layout::make(static_cast<LayoutKind>(recipe.layout), rule, width);
+  waves.precision = static_cast<Precision>(recipe.precision);
+  const int64_t frequency_width = recipe.odd == static_cast<int64_t>(OddArgument::round_up) ? width + width % 2 : width;
+  auto table = frequencies(recipe.base, static_cast<Divisor>(recipe.divisor), frequency_width, waves.layout.pairs());
+  waves.frequencies = table->view();
+  return table;
+}
+
+// Positions: a tensor with the shape of the token axes (expanded views welcome), or none for the running index.
+// Returns the tensor that params point into.
+std::optional<Tensor> set_positions(Waves& waves, const std::optional<Tensor>& positions, int64_t offset, IntHeaderOnlyArrayRef token_sizes,
+                                    bool batch_first, const Grid& grid, const Tensor& like, const char* like_name, const char* op) {
+  waves.offset = offset;
+  if (!positions) {
+    int64_t last = 0;
+    POSENC_CHECK(!__builtin_add_overflow(offset, std::max<int64_t>(grid.seq - 1, 0), &last), op, "offset ", offset, " + length ", grid.seq,
+                 " exceeds the int64 range");
+    return std::nullopt;
+  }
+  waves.positions = integers_of(*positions, op, "positions");
+  check_same_device(*positions, "positions", like, like_name, op);
+  const auto sizes = positions->sizes();
+  POSENC_CHECK(sizes.size() == token_sizes.size() && std::equal(sizes.begin(), sizes.end(), token_sizes.begin()), op,
+               "positions must have the shape of the tokens ", text(token_sizes), ", got ", text(sizes));
+  Tensor used = *positions;
+  auto strides = grid_strides(used, sizes.size(), batch_first);
+  if (!strides) {
+    used = torch::stable::contiguous(used);
+    strides = grid_strides(used, sizes.size(), batch_first);
+    waves.positions.data = used.const_data_ptr();
+  }
+  waves.position_strides = *strides;
+  return used;
+}
+
+// ---- out= ------------------------------------------------------------------------------------------------------------
+
+void set_new_out(ForwardParams& params, Tensor& out, size_t token_dims, bool batch_first) {
+  params.out = out.mutable_data_ptr();
+  params.out_strides = *grid_strides(out, token_dims, batch_first);
+}
+
+void set_given_out(ForwardParams& params, const Tensor& out, const std::vector<int64_t>& sizes, ScalarType type, bool batch_first, const Tensor& like,
+                   const char* like_name, const char* op) {
+  const IntHeaderOnlyArrayRef required(sizes.data(), sizes.size());
+  const auto got = out.sizes(), strides = out.strides();
+  POSENC_CHECK(out.scalar_type() == type, op, "out must have dtype ", text(type), ", got ", text(out.scalar_type()));
+  check_same_device(out, "out", like, like_name, op);
+  POSENC_CHECK(got.size() == required.size() && std::equal(got.begin(), got.end(), required.begin()), op, "out must have shape ", text(required), ", got ",
+               text(got));
+  const size_t token_dims = sizes.size() - 1;
+  POSENC_CHECK(got[token_dims] == 1 || strides[token_dims] == 1, op, "out must have contiguous columns (stride 1 in its last axis), got strides ",
+               text(strides));
+  for (size_t i = 0; i < token_dims; ++i)
+    POSENC_CHECK(got[i] <= 1 || strides[i] >= sizes.back(), op, "out must not overlap itself, got strides ", text(strides));
+  const auto merged = grid_strides(out, token_dims, batch_first);
+  POSENC_CHECK(merged, op, "the batch axes of out must be walkable with one stride, got shape ", text(got), " with strides ", text(strides));
+  params.out = out.mutable_data_ptr();
+  params.out_strides = *merged;
+}
+
+void run_forward(const ForwardParams& params) {
+  if (params.grid.tokens() == 0) return;
+  cpu::forward(params, torch_pool);
+}
+
+// ---- ids -------------------------------------------------------------------------------------------------------------
+
+[[noreturn]] void throw_bad_id(const Integers& ids, int64_t place, IntHeaderOnlyArrayRef sizes, int64_t rows, const char* op) {
+  std::string index;
+  int64_t rest = place;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    index = std::to_string(rest % sizes[i]) + (index.empty() ? "" : ", ") + index;
+    rest /= sizes[i];
+  }
+  throw std::out_of_range(message(op, "input must hold ids in [0, ", rows, "), got ", ids[place], " at input[", index, "]"));
+}
+
+// The ids as one contiguous run over the grid; `held` keeps a copy alive where one was needed.
+Integers checked_ids(const Tensor& input, int64_t rows, Tensor& held, const char* op) {
+  integers_of(input, op, "input");
+  held = input.is_contiguous() ? input : torch::stable::contiguous(input);
+  const Integers ids = integers_of(held, op, "input");
+  const int64_t bad = cpu::find_bad_id(ids, held.numel(), rows);
+  if (bad >= 0) throw_bad_id(ids, bad, input.sizes(), rows, op);
+  return ids;
+}
+
+// ---- embed -----------------------------------------------------------------------------------------------------------
+
+Tensor embed_into(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions, int64_t offset, double token_scale,
+                  const Recipe& recipe, bool batch_first, const Tensor* out, const char* op) {
+  ForwardParams params;
+  params.dtype = dtype_of(weight.scalar_type(), op, "weight");
+  params.source = Source::gathered;
+  POSENC_CHECK(weight.dim() == 2, op, "weight must have 2 dimensions [vocab_size, d_model], got shape ", text(weight.sizes()));
+  check_same_device(input, "input", weight, "weight", op);
+  const int64_t rows = weight.size(0), width = weight.size(1);
+  const auto table = set_recipe(params.waves, recipe, width, op);
+  params.grid = grid_of(input.sizes(), batch_first);
+  const auto held_positions = set_positions(params.waves, positions, offset, input.sizes(), batch_first, params.grid, weight, "weight", op);
+  params.token_scale = token_scale;
+  params.base = weight.const_data_ptr();
+  params.row_stride = weight.stride(0);
+  params.column_stride = width == 1 ? 1 : weight.stride(1);
+  const auto sizes = with_width(input.sizes(), width);
+  if (out != nullptr) {
+    set_given_out(params, *out, sizes, weight.scalar_type(), batch_first, weight, "weight", op);
+    check_disjoint(*out, weight, "weight", op);
+    check_disjoint(*out, input, "input", op);
+    if (positions) check_disjoint(*out, *positions, "positions", op);
+  }
+  Tensor held_ids = input;
+  params.ids = checked_ids(input, rows, held_ids, op);
+  Tensor result = out != nullptr ? *out : empty(sizes, weight.scalar_type(), weight);
+  if (out == nullptr) set_new_out(params, result, input.dim(), batch_first);
+  run_forward(params);
+  return result;
+}
+
+Tensor embed_fwd(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base, int64_t divisor,
+                 int64_t layout, int64_t odd, int64_t precision, bool batch_first) {
+  return embed_into(weight, input, positions, offset, token_scale, {base, divisor, layout, odd, precision}, batch_first, nullptr, "embed");
+}
+
+Tensor embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base, int64_t divisor,
+             int64_t layout, int64_t odd, int64_t precision, bool batch_first, int64_t padding_idx, bool scale_grad_by_freq, bool sparse) {
+  (void)padding_idx, (void)scale_grad_by_freq, (void)sparse;  // they shape the gradient only
+  return embed_into(weight, input, positions, offset, token_scale, {base, divisor, layout, odd, precision}, batch_first, nullptr, "embed");
+}
+
+void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base, int64_t divisor,
+               int64_t layout, int64_t odd, int64_t precision, bool batch_first, Tensor out) {
+  embed_into(weight, input, positions, offset, token_scale, {base, divisor, layout, odd, precision}, batch_first, &out, "embed");
+}
+
+void check_ids(Tensor input, int64_t num_weights) {
+  Tensor held = input;
+  checked_ids(input, num_weights, held, "embed");
+}
+
+// ---- the weight gradient ---------------------------------------------------------------------------------------------
+
+// One stride from token to token over all leading axes of grad, or nothing.
+std::optional<int64_t> token_stride(const Tensor& grad) {
+  return merged_stride(grad.sizes(), grad.strides(), 0, static_cast<size_t>(grad.dim()) - 1);
+}
+
+struct Gradient {
+  BackwardParams params;
+  SortedRuns runs;
+  Tensor grad;  // as the kernel reads it
+};
+
+Gradient sorted_gradient(const Tensor& grad, const Tensor& input, int64_t num_weights, double token_scale, int64_t padding_idx, bool scale_grad_by_freq,
+                         const char* op) {
+  Gradient result{{}, {}, grad};
+  BackwardParams& params = result.params;
+  params.dtype = dtype_of(grad.scalar_type(), op, "grad");
+  POSENC_CHECK(num_weights >= 0, op, "num_weights must not be negative, got ", num_weights);
+  POSENC_CHECK(padding_idx < num_weights || padding_idx < 0, op, "padding_idx must be below num_weights (", num_weights, "), got ", padding_idx);
+  integers_of(input, op, "input");
+  check_same_device(input, "input", grad, "grad", op);
+  const auto sizes = grad.sizes(), token_sizes = input.sizes();
+  POSENC_CHECK(sizes.size() == token_sizes.size() + 1 && std::equal(token_sizes.begin(), token_sizes.end(), sizes.begin()), op,
+               "grad must have the shape of input ", text(token_sizes), " and one axis more, got ", text(sizes));
+  params.width = sizes[sizes.size() - 1];
+  POSENC_CHECK(params.width >= 1, op, "the width (last axis) of grad must be positive, got ", params.width);
+  Tensor held = input;
+  const Integers ids = checked_ids(input, num_weights, held, op);
+  auto stride = token_stride(grad);
+  if (!stride) {
+    result.grad = torch::stable::contiguous(grad);
+    stride = params.width;
+  }
+  params.grad = result.grad.const_data_ptr();
+  params.token_stride = *stride;
+  params.column_stride = params.width == 1 ? 1 : result.grad.stride(result.grad.dim() - 1);
+  params.scale_by_frequency = scale_grad_by_freq;
+  params.token_scale = token_scale;
+  result.runs = sort_into_runs(ids, held.numel(), num_weights, padding_idx);
+  return result;
+}
+
+Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx, bool scale_grad_by_freq) {
+  Gradient gradient = sorted_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward");
+  BackwardParams& params = gradient.params;
+  Tensor out = empty({num_weights, params.width}, grad.scalar_type(), grad);
+  params.runs = gradient.runs.view();
+  params.rows = num_weights;
+  params.out = out.mutable_data_ptr();
+  cpu::backward(params, torch_pool);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx,
+                                                 bool scale_grad_by_freq) {
+  Gradient gradient = sorted_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward_sparse");
+  BackwardParams& params = gradient.params;
+  SortedRuns& runs = gradient.runs;
+  const int64_t count = static_cast<int64_t>(runs.row.size());
+  Tensor rows = empty({count}, ScalarType::Long, grad);
+  Tensor values = empty({count, params.width}, grad.scalar_type(), grad);
+  std::copy(runs.row.begin(), runs.row.end(), static_cast<int64_t*>(rows.mutable_data_ptr()));
+  std::iota(runs.row.begin(), runs.row.end(), 0);  // run r is row r of the values
+  params.runs = runs.view();
+  params.rows = count;
+  params.out = values.mutable_data_ptr();
+  cpu::backward(params, torch_pool);
+  return {rows, values};
+}
+
+// ---- x + PE ----------------------------------------------------------------------------------------------------------
+
+Tensor add_into(const Tensor& x, const std::optional<Tensor>& positions, int64_t offset, const Recipe& recipe, bool batch_first, const Tensor* out,
+                const char* op) {
+  ForwardParams params;
+  params.dtype = dtype_of(x.scalar_type(), op, "x");
+  params.source = Source::dense;
+  POSENC_CHECK(x.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar");
+  const auto sizes = x.sizes();
+  const size_t token_dims = sizes.size() - 1;
+  const IntHeaderOnlyArrayRef token_sizes(sizes.data(), token_dims);
+  const int64_t width = sizes[token_dims];
+  const auto table = set_recipe(params.waves, recipe, width, op);
+  params.grid = grid_of(token_sizes, batch_first);
+  const auto held_positions = set_positions(params.waves, positions, offset, token_sizes, batch_first, params.grid, x, "x", op);
+  if (out != nullptr) {
+    set_given_out(params, *out, {sizes.begin(), sizes.end()}, x.scalar_type(), batch_first, x, "x", op);
+    const auto strides = x.strides(), out_strides = out->strides();
+    const bool in_place = x.const_data_ptr() == out->const_data_ptr() && std::equal(strides.begin(), strides.end(), out_strides.begin());
+    if (!in_place) check_disjoint(*out, x, "x (unless it is x)", op);
+    if (positions) check_disjoint(*out, *positions, "positions", op);
+  }
+  Tensor base = x;
+  auto strides = grid_strides(base, token_dims, batch_first);
+  if (!strides) {
+    base = torch::stable::contiguous(x);
+    strides = grid_strides(base, token_dims, batch_first);
+  }
+  params.base = base.const_data_ptr();
+  params.base_strides = *strides;
+  params.column_stride = width == 1 ? 1 : base.stride(base.dim() - 1);
+  Tensor result = out != nullptr ? *out : empty({sizes.begin(), sizes.end()}, x.scalar_type(), x);
+  if (out == nullptr) set_new_out(params, result, token_dims, batch_first);
+  run_forward(params);
+  return result;
+}
+
+Tensor add_positional_encoding(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t divisor, int64_t layout, int64_t odd,
+                               int64_t precision, bool batch_first) {
+  return add_into(x, positions, offset, {base, divisor, layout, odd, precision}, batch_first, nullptr, "add_positional_encoding");
+}
+
+void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t divisor, int64_t layout, int64_t odd,
+                                 int64_t precision, bool batch_first, Tensor out) {
+  add_into(x, positions, offset, {base, divisor, layout, odd, precision}, batch_first, &out, "add_positional_encoding");
+}
+
+// ---- PE alone --------------------------------------------------------------------------------------------------------
+
+Tensor encode_into(const Tensor& positions, int64_t d_model, int64_t offset, const Recipe& recipe, ScalarType type, const Tensor* out, const char* op) {
+  ForwardParams params;
+  params.dtype = dtype_of(type, op, out != nullptr ? "out" : "dtype");
+  params.source = Source::none;
+  const auto table = set_recipe(params.waves, recipe, d_model, op);
+  const auto token_sizes = positions.sizes();
+  params.grid = grid_of(token_sizes, true);
+  const auto held = set_positions(params.waves, positions, offset, token_sizes, true, params.grid, positions, "positions", op);
+  const auto sizes = with_width(token_sizes, d_model);
+  if (out != nullptr) {
+    set_given_out(params, *out, sizes, type, true, positions, "positions", op);
+    check_disjoint(*out, positions, "positions", op);
+  }
+  Tensor result = out != nullptr ? *out : empty(sizes, type, positions);
+  if (out == nullptr) set_new_out(params, result, token_sizes.size(), true);
+  run_forward(params);
+  return result;
+}
+
+Tensor positional_encoding(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t divisor, int64_t layout, int64_t odd,
+                           int64_t precision, ScalarType dtype) {
+  return encode_into(positions, d_model, offset, {base, divisor, layout, odd, precision}, dtype, nullptr, "positional_encoding");
+}
+
+void positional_encoding_out(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t divisor, int64_t layout, int64_t odd,
+                             int64_t precision, Tensor out) {
+  encode_into(positions, d_model, offset, {base, divisor, layout, odd, precision}, out.scalar_type(), &out, "positional_encoding");
+}
+
+}  // namespace
+
+// Every op takes the recipe as scalars (base, divisor, layout, odd, precision; the numbers of layout.h and params.h), so
+// a compiled or exported graph holds no table and no frequencies, and new arguments can be appended with defaults.
+//   positions   None for the running index, or an integer tensor of the shape of the tokens
+//   offset      added to either
+// Ops named *_fwd and *_bwd are raw; the public names carry autograd formulas (posenc_ext/ops.py).
+#define POSENC_RECIPE "float base, int divisor, int layout, int odd, int precision"
+STABLE_TORCH_LIBRARY(posenc_ext, m) {
+  m.def("embed(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, " POSENC_RECIPE
+        ", bool batch_first, int padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor");
+  m.def("_embed_fwd(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, " POSENC_RECIPE ", bool batch_first) -> Tensor");
+  m.def("embed_out(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, " POSENC_RECIPE
+        ", bool batch_first, Tensor(a!) out) -> ()");
+  m.def("check_ids(Tensor input, SymInt num_weights) -> ()");
+  for (const char* name : {"embed_backward", "_embed_bwd"}) {
+    m.def((std::string(name) + "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool scale_grad_by_freq) -> Tensor").c_str());
+  }
+  for (const char* name : {"embed_backward_sparse", "_embed_bwd_sparse"}) {
+    m.def((std::string(name) +
+           "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool scale_grad_by_freq) -> (Tensor rows, Tensor values)")
+              .c_str());
+  }
+  for (const char* name : {"add_positional_encoding", "_add_positional_encoding_fwd"}) {
+    m.def((std::string(name) + "(Tensor x, Tensor? positions, SymInt offset, " POSENC_RECIPE ", bool batch_first) -> Tensor").c_str());
+  }
+  m.def("add_positional_encoding_out(Tensor x, Tensor? positions, SymInt offset, " POSENC_RECIPE ", bool batch_first, Tensor(a!) out) -> ()");
+  m.def("positional_encoding(Tensor positions, SymInt d_model, SymInt offset, " POSENC_RECIPE ", ScalarType dtype) -> Tensor");
+  m.def("positional_encoding_out(Tensor positions, SymInt d_model, SymInt offset, " POSENC_RECIPE ", Tensor(a!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) {
+  m.impl("embed", TORCH_BOX(&embed));
+  m.impl("_embed_fwd", TORCH_BOX(&embed_fwd));
+  m.impl("embed_out", TORCH_BOX(&embed_out));
+  m.impl("check_ids", TORCH_BOX(&check_ids));
+  m.impl("embed_backward", TORCH_BOX(&embed_backward));
+  m.impl("_embed_bwd", TORCH_BOX(&embed_backward));
+  m.impl("embed_backward_sparse", TORCH_BOX(&embed_backward_sparse));
+  m.impl("_embed_bwd_sparse", TORCH_BOX(&embed_backward_sparse));
+  m.impl("add_positional_encoding", TORCH_BOX(&add_positional_encoding));
+  m.impl("_add_positional_encoding_fwd", TORCH_BOX(&add_positional_encoding));
+  m.impl("add_positional_encoding_out", TORCH_BOX(&add_positional_encoding_out));
+  m.impl("positional_encoding", TORCH_BOX(&positional_encoding));
+  m.impl("positional_encoding_out", TORCH_BOX(&positional_encoding_out));
+}
+
+}  // namespace posenc

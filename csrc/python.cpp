@@ -1,0 +1,127 @@
+// The module posenc_ext._C: what was built, which instruction set runs, and the kernels without torch around them.
+// Importing it also registers the ops (ops.cpp is linked into the same library).
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu/backend.h"
+#include "frequency.h"
+#include "sinusoid.h"
+
+#ifndef POSENC_TORCH_VERSION
+#define POSENC_TORCH_VERSION "unknown"
+#endif
+#ifndef POSENC_CUDA_ARCHS
+#define POSENC_CUDA_ARCHS ""
+#endif
+
+namespace py = pybind11;
+
+namespace posenc {
+namespace {
+
+void serial(int64_t begin, int64_t end, int64_t, ParallelBody body, void* context) { body(begin, end, context); }
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+SinCos<float> sincos_of(uint32_t phase) { return sincos_of_phase32(phase); }
+SinCos<double> sincos_of(uint64_t phase) { return sincos_of_phase64(phase); }
+
+template <class Phase>
+py::tuple sincos_of_phases(const Array<Phase>& phases) {
+  using Real = decltype(sincos_of(Phase{}).sin);
+  Array<Real> sines(phases.size()), cosines(phases.size());
+  const Phase* from = phases.data();
+  Real *s = sines.mutable_data(), *c = cosines.mutable_data();
+  for (py::ssize_t i = 0; i < phases.size(); ++i) {
+    const SinCos<Real> wave = sincos_of(from[i]);
+    s[i] = wave.sin;
+    c[i] = wave.cos;
+  }
+  return py::make_tuple(sines, cosines);
+}
+
+py::tuple sincos_of_angles(const Array<float>& angles) {
+  Array<float> sines(angles.size()), cosines(angles.size());
+  for (py::ssize_t i = 0; i < angles.size(); ++i) {
+    const SinCos<float> wave = sincos_of_angle(angles.data()[i]);
+    sines.mutable_data()[i] = wave.sin;
+    cosines.mutable_data()[i] = wave.cos;
+  }
+  return py::make_tuple(sines, cosines);
+}
+
+py::dict frequency_table(double base, int64_t divisor, int64_t width, int64_t pairs) {
+  const auto table = frequencies(base, static_cast<Divisor>(divisor), width, pairs);
+  Array<uint32_t> turns({py::ssize_t{4}, static_cast<py::ssize_t>(pairs)});
+  for (int word = 0; word < 4; ++word) std::copy_n(table->turns[word].begin(), pairs, turns.mutable_data() + word * pairs);
+  Array<float> angular(pairs);
+  std::copy_n(table->angular.begin(), pairs, angular.mutable_data());
+  py::dict result;
+  result["turns"] = turns;
+  result["angular"] = angular;
+  return result;
+}
+
+void embed_raw(uintptr_t weight, uintptr_t ids, uintptr_t out, int64_t batch, int64_t length, int64_t width, int64_t dtype, int64_t offset,
+               double token_scale, double base, int64_t divisor, int64_t layout, int64_t odd, int64_t precision) {
+  ForwardParams params;
+  params.grid = {batch, length, 1};
+  params.dtype = static_cast<Dtype>(dtype);
+  params.source = Source::gathered;
+  params.base = reinterpret_cast<const void*>(weight);
+  params.ids = {reinterpret_cast<const void*>(ids), true};
+  params.row_stride = width;
+  params.out = reinterpret_cast<void*>(out);
+  params.out_strides = {length * width, width, 0};
+  params.token_scale = token_scale;
+  params.waves.offset = offset;
+  params.waves.layout = Layout::make(static_cast<LayoutKind>(layout), static_cast<OddRule>(odd), width);
+  params.waves.precision = static_cast<Precision>(precision);
+  const auto table = frequencies(base, static_cast<Divisor>(divisor), width, params.waves.layout.pairs());
+  params.waves.frequencies = table->view();
+  const py::gil_scoped_release unlocked;
+  cpu::forward(params, serial);
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["compiler"] = __VERSION__;
+  info["torch_built_with"] = POSENC_TORCH_VERSION;
+  info["cuda_archs"] = POSENC_CUDA_ARCHS;
+#if defined(POSENC_WITH_CUDA)
+  info["cuda"] = true;
+#else
+  info["cuda"] = false;
+#endif
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled half of posenc_ext: build information, choice of instruction set, raw kernels.";
+  m.def("build_info", &build_info, "What this library was built with.");
+  m.def("available_isas", &cpu::available_isas, "CPU instruction sets of this build that this machine can run, best first.");
+  m.def("active_isa", &cpu::active_isa, "The instruction set in use.");
+  m.def(
+      "force_isa",
+      [](const std::string& name) {
+        if (!cpu::force_isa(name)) throw std::invalid_argument("posenc_ext._C.force_isa: name must be one of available_isas(), got '" + name + "'");
+      },
+      py::arg("name"), "Use one of available_isas() from now on, process-wide. Results do not depend on it.");
+  m.def("frequency_table", &frequency_table, py::arg("base"), py::arg("divisor"), py::arg("width"), py::arg("pairs"),
+        "The frequencies of a recipe: 'turns' uint32 [4, pairs], the bits of w / 2pi; 'angular' float32 [pairs], w of precision reference.");
+  m.def("sincos_of_phase32", &sincos_of_phases<uint32_t>, py::arg("phases"), "(sin, cos) float32 of 2pi * phases / 2^32.");
+  m.def("sincos_of_phase64", &sincos_of_phases<uint64_t>, py::arg("phases"), "(sin, cos) float64 of 2pi * phases / 2^64.");
+  m.def("sincos_of_angle", &sincos_of_angles, py::arg("angles"), "(sin, cos) float32 of non-negative float32 angles in radians, below 2^87.");
+  m.def("embed_raw", &embed_raw, py::arg("weight"), py::arg("ids"), py::arg("out"), py::arg("batch"), py::arg("length"), py::arg("width"),
+        py::arg("dtype"), py::arg("offset"), py::arg("token_scale"), py::arg("base"), py::arg("divisor"), py::arg("layout"), py::arg("odd"),
+        py::arg("precision"),
+        "The forward kernel on one thread, on raw addresses of contiguous buffers, int64 ids; nothing is checked. dtype: 0 float32, 1 float64, "
+        "2 bfloat16, 3 float16. For microbenchmarks.");
+}
+
+}  // namespace posenc

@@ -1,0 +1,54 @@
+#include "segments.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace posenc {
+namespace {
+
+struct Entry {
+  uint64_t id;
+  int64_t token;
+};
+
+constexpr int kDigitBits = 8;
+constexpr int kBuckets = 1 << kDigitBits;
+
+void radix_sort(std::vector<Entry>& entries, uint64_t largest_id) {
+  std::vector<Entry> other(entries.size());
+  for (int shift = 0; shift < 64 && (largest_id >> shift) != 0; shift += kDigitBits) {
+    std::array<size_t, kBuckets> next{};
+    for (const Entry& entry : entries) ++next[(entry.id >> shift) & (kBuckets - 1)];
+    size_t at = 0;
+    for (size_t& bucket : next) at += std::exchange(bucket, at);
+    for (const Entry& entry : entries) other[next[(entry.id >> shift) & (kBuckets - 1)]++] = entry;
+    entries.swap(other);
+  }
+}
+
+}  // namespace
+
+SortedRuns sort_into_runs(const Integers& ids, int64_t count, int64_t rows, int64_t padding_idx) {
+  std::vector<Entry> entries;
+  entries.reserve(count);
+  for (int64_t token = 0; token < count; ++token) {
+    const int64_t id = ids[token];
+    if (id != padding_idx) entries.push_back({static_cast<uint64_t>(id), token});
+  }
+  radix_sort(entries, rows > 0 ? rows - 1 : 0);
+
+  SortedRuns runs;
+  runs.order.reserve(entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (i == 0 || entries[i].id != entries[i - 1].id) {
+      runs.start.push_back(i);
+      runs.row.push_back(entries[i].id);
+    }
+    runs.order.push_back(entries[i].token);
+  }
+  runs.start.push_back(entries.size());
+  return runs;
+}
+
+}  // namespace posenc

@@ -1,0 +1,253 @@
+// Angle -> (sin, cos): the one home of the mathematics, compiled for every CPU instruction set and for CUDA.
+//
+// Angles are held as unsigned fixed-point *turns*: a 32-bit phase is the fraction of a full turn times 2^32, so
+// reduction modulo 2*pi is integer overflow, exact and free of branches. Two kinds of angles are reduced:
+//   exact      phase = |p| * w / 2pi, with w / 2pi kept to 96 (fp32 results) or 128 bits (fp64 results)
+//   reference  the fp32 product fl32(|p|) * fl32(w), the angle that fp32 tables are built from
+// Positions enter by magnitude; the caller flips the sine of a negative one, so sin(-p) = -sin(p) holds exactly.
+//
+// Results must not depend on the instruction set: every fused multiply-add is written out (`fused`), and everything
+// else is built with contraction off.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define POSENC_HD __host__ __device__ __forceinline__
+#else
+#define POSENC_HD inline __attribute__((always_inline))
+#endif
+
+// Functions of this header are compiled once for each instruction set; the namespace keeps the linker from merging
+// an AVX-512 copy into code that must run on an older CPU.
+#ifndef POSENC_ISA
+#define POSENC_ISA portable
+#endif
+
+namespace posenc {
+inline namespace POSENC_ISA {
+
+template <class To, class From>
+POSENC_HD To bit_cast(From value) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs types of one size");
+  To result;
+  memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+POSENC_HD uint32_t high_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __umulhi(a, b);
+#else
+  return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
+#endif
+}
+
+POSENC_HD uint64_t high_product(uint64_t a, uint64_t b) {
+#if defined(__CUDA_ARCH__)
+  return __umul64hi(a, b);
+#else
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+#endif
+}
+
+// a * b + c with one rounding. Without the instruction the exact product is formed in double, the sum is rounded to
+// odd (which survives the second rounding to float unharmed), and the result is the same to the last bit.
+POSENC_HD float fused(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#elif defined(POSENC_HAVE_FMA) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  const double product = static_cast<double>(a) * b;
+  const double sum = product + c;
+  const double c_part = sum - product;
+  const double error = (product - (sum - c_part)) + (c - c_part);
+  const uint64_t bits = bit_cast<uint64_t>(sum);
+  const uint64_t to_odd = (error != 0.0 && (bits & 1) == 0) ? ((error > 0.0) == (sum > 0.0) ? uint64_t{1} : ~uint64_t{0}) : 0;
+  return static_cast<float>(bit_cast<double>(bits + to_odd));
+#endif
+}
+
+template <class Real>
+struct SinCos {
+  Real sin, cos;
+};
+
+// What follows is written once for a single value and for a vector of them (cpu/vector.inl): Uint is uint32_t or a vector
+// of uint32_t, Lane<Uint> names its partners, and operators and ?: work on both.
+template <class Uint>
+struct Lane;
+
+template <>
+struct Lane<uint32_t> {
+  using Float = float;
+  POSENC_HD static float fused(float a, float b, float c) { return posenc::fused(a, b, c); }
+  POSENC_HD static uint32_t high_product(uint32_t a, uint32_t b) { return posenc::high_product(a, b); }
+  POSENC_HD static float splat(float value) { return value; }
+  POSENC_HD static float signed_to_float(uint32_t value) { return static_cast<float>(static_cast<int32_t>(value)); }
+  // Zero for shifts of 32 and more, as the vector instructions have it.
+  POSENC_HD static uint32_t shift_right(uint32_t value, uint32_t by) { return by < 32u ? value >> by : 0u; }
+  POSENC_HD static uint32_t shift_left(uint32_t value, uint32_t by) { return by < 32u ? value << by : 0u; }
+};
+
+// sin and cos of x + (pi/2) * quarter, |x| <= pi/4, where quarter is in the top two bits of `quarters` (the rest is not
+// looked at). Polynomials: sinusoid_fit.py.
+template <class Uint>
+POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_rest(typename Lane<Uint>::Float x, Uint quarters) {
+  using L = Lane<Uint>;
+  using Float = typename L::Float;
+  const Float z = x * x;
+  Float s = L::fused(L::splat(-1.94961147e-4f), z, L::splat(8.33198335e-3f));
+  s = L::fused(s, z, L::splat(-1.66666508e-1f));
+  s = L::fused(s * z, x, x);
+  Float c = L::fused(L::splat(2.44306702e-5f), z, L::splat(-1.38873013e-3f));
+  c = L::fused(c, z, L::splat(4.16666456e-2f));
+  c = L::fused(c, z, L::splat(-0.5f));
+  c = L::fused(c, z, L::splat(1.0f));
+  const auto odd_quarter = (quarters & 0x40000000u) != 0u;
+  const Uint sin_sign = quarters & 0x80000000u;
+  const Uint cos_sign = (quarters + 0x40000000u) & 0x80000000u;
+  const Uint sin_bits = bit_cast<Uint>(odd_quarter ? c : s) ^ sin_sign;
+  const Uint cos_bits = bit_cast<Uint>(odd_quarter ? s : c) ^ cos_sign;
+  return {bit_cast<Float>(sin_bits), bit_cast<Float>(cos_bits)};
+}
+
+// sin and cos of 2pi * phase / 2^32, error below 1e-7.
+template <class Uint>
+POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_phase32(Uint phase) {
+  const Uint quarters = phase + 0x20000000u;  // rounded to the nearest quarter turn
+  const Uint rest = phase - (quarters & 0xC0000000u);
+  return sincos_of_rest<Uint>(Lane<Uint>::signed_to_float(rest) * 1.46291807926715968e-9f, quarters);  // 2pi / 2^32
+}
+
+// The same in fp64 with a 64-bit phase; plain multiplies and adds, since a fused one could not be had everywhere.
+POSENC_HD SinCos<double> sincos_of_phase64(uint64_t phase) {
+  const uint64_t nearest = phase + 0x2000000000000000u;
+  const int64_t rest = static_cast<int64_t>(phase - (nearest & 0xC000000000000000u));
+  const double x = static_cast<double>(rest) * 3.40612158008655459e-19;  // 2pi / 2^64
+  const double z = x * x;
+  double s = 1.5887949835002489e-10;
+  s = s * z + -2.5050589779482293e-8;
+  s = s * z + 2.755731247986179e-6;
+  s = s * z + -1.9841269825743649e-4;
+  s = s * z + 8.3333333333162184e-3;
+  s = s * z + -1.6666666666666599e-1;
+  s = (s * z) * x + x;
+  double c = -1.1360009412044067e-11;
+  c = c * z + 2.0875729736034496e-9;
+  c = c * z + -2.755731440107013e-7;
+  c = c * z + 2.4801587289671594e-5;
+  c = c * z + -1.3888888888874474e-3;
+  c = c * z + 4.1666666666666602e-2;
+  c = c * z + -0.5;
+  c = c * z + 1.0;
+  const bool odd_quarter = (nearest & 0x4000000000000000u) != 0;
+  const uint64_t sin_sign = nearest & 0x8000000000000000u;
+  const uint64_t cos_sign = (nearest + 0x4000000000000000u) & 0x8000000000000000u;
+  const uint64_t sin_bits = bit_cast<uint64_t>(odd_quarter ? c : s) ^ sin_sign;
+  const uint64_t cos_bits = bit_cast<uint64_t>(odd_quarter ? s : c) ^ cos_sign;
+  return {bit_cast<double>(sin_bits), bit_cast<double>(cos_bits)};
+}
+
+// Fractional bits of w / 2pi, most significant word first.
+struct Turns {
+  uint32_t word[4];
+};
+
+// Top 32 bits of the fraction of n * 0.[high][low], off by less than 2 units.
+template <class Uint>
+POSENC_HD Uint phase_of_product(Uint n, Uint high, Uint low) {
+  return n * high + Lane<Uint>::high_product(n, low);
+}
+
+// exact: p = p1 * 2^32 + p0, and a factor 2^32 moves the fraction of w / 2pi by one word.
+template <class Uint>
+POSENC_HD Uint exact_phase32(Uint p0, Uint p1, Uint word0, Uint word1, Uint word2) {
+  return phase_of_product(p0, word0, word1) + phase_of_product(p1, word1, word2);
+}
+
+POSENC_HD uint64_t exact_phase64(uint64_t p, const Turns& turns) {
+  const uint64_t high = (static_cast<uint64_t>(turns.word[0]) << 32) | turns.word[1];
+  const uint64_t low = (static_cast<uint64_t>(turns.word[2]) << 32) | turns.word[3];
+  return p * high + high_product(p, low);
+}
+
+// 1 / 2pi = 0.28BE60DB9391054A7F09D5F47D4D3770 in base 16.
+constexpr uint32_t kInverseTwoPi0 = 0x28BE60DBu, kInverseTwoPi1 = 0x9391054Au, kInverseTwoPi2 = 0x7F09D5F4u, kInverseTwoPi3 = 0x7D4D3770u;
+
+// reference, for an fp32 angle in [0, kShortAngle): angle / (pi/2) as the sum t + rest, whose nearest whole number is found
+// by adding 1.5 * 2^23: floats are integers there, and the low bits of the sum are the number. t without it is exact.
+constexpr float kShortAngle = 262144.0f;  // 2^18; there rest is still good for 2^-31
+
+template <class Uint>
+POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_short_angle(typename Lane<Uint>::Float angle) {
+  using L = Lane<Uint>;
+  using Float = typename L::Float;
+  const Float inverse = L::splat(0x1.45f306p-1f), inverse_low = L::splat(0x1.b9391p-26f);  // 2 / pi
+  const Float t = angle * inverse;
+  const Float rest = L::fused(angle, inverse_low, L::fused(angle, inverse, -t));
+  const Float whole = t + 12582912.0f;
+  const Float x = ((t - (whole - 12582912.0f)) + rest) * 1.57079633f;  // pi / 2
+  return sincos_of_rest<Uint>(x, bit_cast<Uint>(whole) << 30);
+}
+
+// reference, for an fp32 angle in [0, 2^24): its significand m (24 bits, angle = m * 2^-shift) times 1 / 2pi gives 56 bits
+// [high][low], 32 of them behind the point; a shift of the pair leaves the phase in the low word.
+template <class Uint>
+POSENC_HD Uint angle_phase32(typename Lane<Uint>::Float angle, Uint inverse0, Uint inverse1) {
+  using L = Lane<Uint>;
+  const Uint bits = bit_cast<Uint>(angle);
+  const Uint m = (bits & 0x7FFFFFu) | 0x800000u;
+  const Uint shift = 150u - (bits >> 23);
+  const Uint product = m * inverse0;
+  const Uint low = product + L::high_product(m, inverse1);
+  const Uint carry = low < product ? Uint{} + 1u : Uint{};
+  const Uint high = L::high_product(m, inverse0) + carry;
+  return L::shift_right(low, shift) | L::shift_left(high, 32u - shift) | L::shift_right(high, shift - 32u);
+}
+
+POSENC_HD uint32_t angle_phase32(float angle) { return angle_phase32<uint32_t>(angle, kInverseTwoPi0, kInverseTwoPi1); }
+
+// The 64 bits of 1 / 2pi that follow its first `skip` fractional bits, skip in [0, 63].
+POSENC_HD uint64_t inverse_two_pi_window(uint32_t skip) {
+  const uint64_t high = (static_cast<uint64_t>(kInverseTwoPi0) << 32) | kInverseTwoPi1;
+  const uint64_t low = (static_cast<uint64_t>(kInverseTwoPi2) << 32) | kInverseTwoPi3;
+  return skip == 0 ? high : (high << skip) | (low >> (64 - skip));
+}
+
+// reference, for any fp32 angle below 2^87: from 2^24 on, the leading bits of 1 / 2pi only make whole turns.
+POSENC_HD uint32_t wide_angle_phase32(float angle) {
+  const uint32_t bits = bit_cast<uint32_t>(angle);
+  if ((bits >> 23) <= 150u) return angle_phase32(angle);
+  const uint32_t m = (bits & 0x7FFFFFu) | 0x800000u;
+  const uint64_t window = inverse_two_pi_window((bits >> 23) - 150u);
+  return phase_of_product(m, static_cast<uint32_t>(window >> 32), static_cast<uint32_t>(window));
+}
+
+// reference, for any fp32 angle below 2^87; which way is taken depends on the angle alone.
+POSENC_HD SinCos<float> sincos_of_angle(float angle) {
+  return angle < kShortAngle ? sincos_of_short_angle<uint32_t>(angle) : sincos_of_phase32(wide_angle_phase32(angle));
+}
+
+// reference, for results in fp64: the same fp32 angle, to 64 bits.
+POSENC_HD uint64_t wide_angle_phase64(float angle) {
+  const uint32_t bits = bit_cast<uint32_t>(angle);
+  const uint64_t m = (bits & 0x7FFFFFu) | 0x800000u;
+  const uint64_t low = (static_cast<uint64_t>(kInverseTwoPi2) << 32) | kInverseTwoPi3;
+  if ((bits >> 23) > 150u) {
+    const uint32_t skip = (bits >> 23) - 150u;
+    return m * inverse_two_pi_window(skip) + high_product(m, low << skip);
+  }
+  const uint32_t shift = 150u - (bits >> 23);
+  const uint64_t high = inverse_two_pi_window(0);
+  const uint64_t fraction = m * high + high_product(m, low);      // low 64 bits of floor(m / 2pi * 2^64)
+  const uint64_t whole = high_product(m, high) + (fraction < m * high);  // and the bits above them
+  if (shift == 0) return fraction;
+  if (shift < 64) return (fraction >> shift) | (whole << (64 - shift));
+  return shift < 128 ? whole >> (shift - 64) : 0;
+}
+
+}  // namespace POSENC_ISA
+}  // namespace posenc
