@@ -165,7 +165,7 @@ std::shared_ptr<const FrequencyTable> set_recipe(Waves& waves, const Recipe& rec
   POSENC_CHECK(width >= 1, op, "the width (d_model) must be positive, got ", width);
   POSENC_CHECK(std::isfinite(recipe.base) && recipe.base >= 1.0, op, "base must be finite and at least 1, got ", recipe.base);
   POSENC_CHECK(recipe.divisor == 0 || recipe.divisor == 1, op, "divisor must be 0 (d) or 1 (half_minus_1), got ", recipe.divisor);
-  POSENC_CHECK(recipe.layout >= 0 && recipe.layout <= 2, op, "layout must be 0 (interleaved), 1 (sin_cos) or 2 (cos_sin), got ", recipe.layout);
+  POSENC_CHECK(recipe.layout >= 0 && recipe.layout <= 3, op, "layout must be 0 (interleaved), 1 (sin_cos), 2 (cos_sin) or 3 (none), got ", recipe.layout);
   POSENC_CHECK(recipe.odd >= 0 && recipe.odd <= 2, op, "odd must be 0 (sine), 1 (zero) or 2 (round_up), got ", recipe.odd);
   POSENC_CHECK(recipe.precision == 0 || recipe.precision == 1, op, "precision must be 0 (exact) or 1 (reference), got ", recipe.precision);
   const OddRule rule = recipe.odd == static_cast<int64_t>(OddArgument::zero) ? OddRule::zero : OddRule::sine;

@@ -1,1 +1,33 @@
-"""A."""
+"""The input layer of a Transformer in one pass: embedding * sqrt(d_model) + sinusoidal positions, without a table."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from posenc_ext import functional
+from posenc_ext.conventions import CONVENTIONS, Convention
+from posenc_ext.modules import (
+    Embeddings,
+    LearnedPositionalEmbedding,
+    PositionalEncoding,
+    TransformerEmbedding,
+    fuse,
+)
+from posenc_ext.reference import get_sinusoidal_positional_encoding
+from posenc_ext.vocabulary import Vocabulary
+
+try:
+    __version__ = version("posenc_ext")
+except PackageNotFoundError:  # imported from a checkout that was not installed
+    __version__ = "0.1.0"
+
+__all__ = [
+    "CONVENTIONS",
+    "Convention",
+    "Embeddings",
+    "LearnedPositionalEmbedding",
+    "PositionalEncoding",
+    "TransformerEmbedding",
+    "Vocabulary",
+    "functional",
+    "fuse",
+    "get_sinusoidal_positional_encoding",
+]

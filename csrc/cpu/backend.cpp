@@ -47,7 +47,7 @@ constexpr int64_t kGrainElements = 32768;
 
 // Outputs of this size and more bypass the cache: they would not be there any more when somebody reads them, and a
 // plain store would first read each line from memory.
-static const int64_t kStreamBytes = getenv("SB") ? atoll(getenv("SB")) << 20 : int64_t{4} << 20;
+constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
 int64_t element_size(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
 

@@ -77,7 +77,7 @@ void fill_waves(const Waves& waves, int64_t position, int64_t first, int64_t cou
 }
 
 // The columns that one tile of waves covers: up to a stretch of sines (or of interleaved pairs), one of cosines, and
-// the zero column of an odd width.
+// the zero column of an odd width. Without waves, one stretch that has none.
 template <class Real>
 struct WaveTile {
   struct Stretch {
@@ -95,6 +95,11 @@ struct WaveTile {
 
   void fill(const Waves& waves, int64_t position, int64_t first) {
     const Layout& layout = waves.layout;
+    if (layout.kind == LayoutKind::none) {
+      stretches[0] = {0, layout.width, nullptr};
+      stretch_count = 1;
+      return;
+    }
     const int64_t last = std::min(first + kTilePairs, layout.pairs());
     stretch_count = 0;
     fill_waves(waves, position, first, last - first, buffer, buffer + kTilePairs);
@@ -109,11 +114,11 @@ struct WaveTile {
 };
 
 template <class T, Source source>
-POSENC_HD T combined(const T* base, typename Element<T>::Real wave, typename Element<T>::Real scale) {
+POSENC_HD T combined(const T* base, const typename Element<T>::Real* wave, typename Element<T>::Real scale) {
   using Real = typename Element<T>::Real;
-  if constexpr (source == Source::none) return Element<T>::put(wave);
+  if constexpr (source == Source::none) return Element<T>::put(wave ? *wave : Real{0});
   const Real term = source == Source::gathered ? Element<T>::get(*base) * scale : Element<T>::get(*base);
-  return Element<T>::put(term + wave);
+  return Element<T>::put(wave ? term + *wave : term);
 }
 
 // Rows of a table lie anywhere, so the row of a later token is asked for, line by line, while this one is worked on: a
@@ -123,20 +128,24 @@ constexpr int64_t kPrefetchTokens = 3;
 POSENC_HD void prefetch_to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // `next` is the base term of that later token.
-template <class T, Source source, bool stream>
+template <class T, Source source, bool stream, bool with_waves>
 POSENC_HD void combine_vectors(const T* base, const T* next, const typename Element<T>::Real* waves, T* out, int64_t count, typename Element<T>::Real scale) {
   using E = Element<T>;
   using Vector = typename E::Vector;
   constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));  // one store of a whole vector
   const auto sum = [&](int64_t at) {
-    Vector value = load_bytes<Vector>(waves + at);
-    if constexpr (source == Source::gathered) value = E::load(base + at) * scale + value;
-    if constexpr (source == Source::dense) value = E::load(base + at) + value;
+    Vector value = {};
+    if constexpr (source == Source::gathered) value = E::load(base + at) * scale;
+    if constexpr (source == Source::dense) value = E::load(base + at);
+    if constexpr (with_waves) {
+      const Vector wave = load_bytes<Vector>(waves + at);
+      value = source == Source::none ? wave : value + wave;
+    }
     return value;
   };
   int64_t i = 0;
   if constexpr (stream) {
-    for (; i < count && !stream_aligned(out + i); ++i) out[i] = combined<T, source>(base + i, waves[i], scale);
+    for (; i < count && !stream_aligned(out + i); ++i) out[i] = combined<T, source>(base + i, waves ? waves + i : nullptr, scale);
   }
   for (; i + kStep <= count; i += kStep) {
     if constexpr (source == Source::gathered) prefetch_to_l2(next + i);
@@ -146,7 +155,7 @@ POSENC_HD void combine_vectors(const T* base, const T* next, const typename Elem
       E::template store<stream>(out + i, sum(i));
     }
   }
-  for (; i < count; ++i) out[i] = combined<T, source>(base + i, waves[i], scale);
+  for (; i < count; ++i) out[i] = combined<T, source>(base + i, waves ? waves + i : nullptr, scale);
 }
 
 template <class T, Source source, bool stream>
@@ -154,13 +163,17 @@ void combine(const T* base, const T* next, int64_t column_stride, const WaveTile
   for (int64_t s = 0; s < tile.stretch_count; ++s) {
     const auto& stretch = tile.stretches[s];
     T* to = out + stretch.column;
-    if (source == Source::none) {
-      combine_vectors<T, source, stream>(nullptr, nullptr, stretch.waves, to, stretch.count, scale);
-    } else if (column_stride == 1) {
-      combine_vectors<T, source, stream>(base + stretch.column, next + stretch.column, stretch.waves, to, stretch.count, scale);
+    if (source == Source::none || column_stride == 1) {
+      const T* from = source == Source::none ? nullptr : base + stretch.column;
+      const T* later = source == Source::gathered ? next + stretch.column : nullptr;
+      if (stretch.waves) {
+        combine_vectors<T, source, stream, true>(from, later, stretch.waves, to, stretch.count, scale);
+      } else {
+        combine_vectors<T, source, stream, false>(from, later, nullptr, to, stretch.count, scale);
+      }
     } else {
       for (int64_t i = 0; i < stretch.count; ++i)
-        to[i] = combined<T, source>(base + (stretch.column + i) * column_stride, stretch.waves[i], scale);
+        to[i] = combined<T, source>(base + (stretch.column + i) * column_stride, stretch.waves ? stretch.waves + i : nullptr, scale);
     }
   }
 }
@@ -225,7 +238,8 @@ void forward_tokens(const ForwardParams& params, int64_t begin, int64_t end) {
     const int64_t group_end = std::min(end, at + group_limit - (shared ? at % group_limit : 0));
     const int64_t position = rows.position(walk.outer, walk.seq, walk.inner);
     const Walk group = walk;
-    for (int64_t pair = 0; pair < layout.pairs(); pair += kTilePairs) {
+    int64_t pair = 0;
+    do {  // at least once: a layout without waves has no pairs
       tile.fill(params.waves, position, pair);
       walk = group;
       for (int64_t token = at; token < group_end; ++token, walk.next()) {
@@ -237,7 +251,8 @@ void forward_tokens(const ForwardParams& params, int64_t begin, int64_t end) {
         combine<T, source, stream>(rows.base(walk.outer, walk.seq, walk.inner), next, params.column_stride, tile,
                                    rows.out(walk.outer, walk.seq, walk.inner), scale);
       }
-    }
+      pair += kTilePairs;
+    } while (pair < layout.pairs());
     at = group_end;
   }
   if (stream) end_stream();

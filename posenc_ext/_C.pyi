@@ -1,0 +1,29 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+def build_info() -> dict[str, Any]: ...
+def available_isas() -> list[str]: ...
+def active_isa() -> str: ...
+def force_isa(name: str) -> None: ...
+def frequency_table(base: float, divisor: int, width: int, pairs: int) -> dict[str, npt.NDArray[Any]]: ...
+def sincos_of_phase32(phases: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+def sincos_of_phase64(phases: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]: ...
+def sincos_of_angle(angles: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+def embed_raw(
+    weight: int,
+    ids: int,
+    out: int,
+    batch: int,
+    length: int,
+    width: int,
+    dtype: int,
+    offset: int,
+    token_scale: float,
+    base: float,
+    divisor: int,
+    layout: int,
+    odd: int,
+    precision: int,
+) -> None: ...

@@ -1,0 +1,469 @@
+"""Modules with the textbook's names and arguments; none keeps a table."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posenc_ext import functional, ops
+from posenc_ext.checkpoints import MARKER_KEYS, TABLE_KEYS, consume_tables
+from posenc_ext.conventions import Convention, resolve
+
+__all__ = ["Embeddings", "LearnedPositionalEmbedding", "PositionalEncoding", "TransformerEmbedding", "fuse"]
+
+_DEFAULT_TABLE_ROWS = 5000  # the textbook's max_len
+
+
+def _positive(owner: str, **sizes: int) -> None:
+    for argument, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"posenc_ext.{owner}: {argument} must be positive, got {value}")
+
+
+def _probability(owner: str, dropout: float) -> float:
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"posenc_ext.{owner}: dropout must lie in [0, 1], got {dropout}")
+    return dropout
+
+
+def _row(owner: str, padding_idx: int | None, vocab_size: int) -> None:
+    if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
+        raise ValueError(
+            f"posenc_ext.{owner}: padding_idx must lie in [{-vocab_size}, {vocab_size}), got {padding_idx}"
+        )
+
+
+def _norm(owner: str, max_norm: float | None) -> None:
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"posenc_ext.{owner}: max_norm must be positive, got {max_norm}")
+
+
+class Embeddings(nn.Module):
+    """`lut(x) * sqrt(d_model)` in one pass.
+
+    Args:
+        d_model: width.
+        vocab_size: number of rows.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: as in `nn.Embedding`.
+
+    Attributes:
+        lut: the `nn.Embedding` that holds the weight, and its options; initialised with the numbers `nn.Embedding` draws.
+        token_scale: sqrt(d_model), a Python float: `F.embedding(x, m.lut.weight) * m.token_scale` is `m(x)`.
+
+    Raises:
+        ValueError: a size that is not positive, or an option out of range.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        vocab_size: int,
+        *,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _positive("Embeddings", d_model=d_model, vocab_size=vocab_size)
+        _row("Embeddings", padding_idx, vocab_size)
+        _norm("Embeddings", max_norm)
+        self.lut = nn.Embedding(
+            vocab_size,
+            d_model,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            device=device,
+            dtype=dtype,
+        )
+        self.d_model = d_model
+        self.token_scale = math.sqrt(d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Ids of any shape, int64 or int32 -> [*x.shape, d_model]."""
+        lut = self.lut
+        return functional.scaled_embedding(
+            x,
+            lut.weight,
+            token_scale=self.token_scale,
+            padding_idx=lut.padding_idx,
+            max_norm=lut.max_norm,
+            norm_type=lut.norm_type,
+            scale_grad_by_freq=lut.scale_grad_by_freq,
+            sparse=lut.sparse,
+        )
+
+
+class PositionalEncoding(nn.Module):
+    """`x + PE` in one pass, for any length.
+
+    Args:
+        d_model: width.
+        max_len: rows of `.pe` (None: 5000, the textbook's); limits nothing.
+        convention: name of a convention or a `Convention`.
+        precision: `"reference"` or `"exact"`; None for the convention's own.
+        dropout: probability, applied to the sum in training.
+        batch_first: whether x is [..., length, d_model] or [length, ..., d_model].
+
+    A table in a checkpoint (`pe`, `pos_embedding`, `weights`, ...) is checked against the formula and dropped; one of
+    another convention is refused. The module saves nothing itself.
+
+    Raises:
+        ValueError: a size that is not positive, an unknown convention or precision.
+    """
+
+    _placement: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        max_len: int | None = None,
+        *,
+        convention: str | Convention = "vaswani",
+        precision: str | None = None,
+        dropout: float = 0.0,
+        batch_first: bool = True,
+    ) -> None:
+        super().__init__()
+        _positive("PositionalEncoding", d_model=d_model)
+        if max_len is not None:
+            _positive("PositionalEncoding", max_len=max_len)
+        self.d_model = d_model
+        self.max_len = max_len
+        self.convention = resolve(convention)
+        self._recipe = self.convention.recipe(precision)
+        self.precision = precision or self.convention.precision
+        self.dropout = _probability("PositionalEncoding", dropout)
+        self.batch_first = batch_first
+        # Holds nothing; follows .to() and .half(), so that .pe knows where and in which dtype it is wanted.
+        self.register_buffer("_placement", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
+        """X [..., length, d_model] -> the same shape and dtype; `offset` and `positions` as in `functional`."""
+        if x.shape[-1:] != (self.d_model,):
+            raise ValueError(
+                f"posenc_ext.PositionalEncoding: x must have width {self.d_model} in its last axis, got {list(x.shape)}"
+            )
+        if positions is None:
+            offset = offset + self.convention.first_position
+        else:
+            positions = functional._spread(positions, x.shape[:-1], self.batch_first, "add_positional_encoding")
+        y = ops.add_positional_encoding(x, positions, offset, self._recipe, self.batch_first)
+        return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    @property
+    def pe(self) -> Tensor:
+        """The table the textbook module would hold: [1, max_len, d_model], or [max_len, 1, d_model] sequence-first."""
+        rows = functional.positional_encoding(
+            self.max_len or _DEFAULT_TABLE_ROWS,
+            self.d_model,
+            convention=self.convention,
+            precision=self.precision,
+            dtype=self._placement.dtype,
+            device=self._placement.device,
+        )
+        return rows.unsqueeze(0 if self.batch_first else 1)
+
+    def extra_repr(self) -> str:
+        """The recipe."""
+        return (
+            f"{self.d_model}, max_len={self.max_len}, convention={self.convention.name!r}, precision={self.precision!r}, "
+            f"dropout={self.dropout}, batch_first={self.batch_first}"
+        )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        consume_tables(self, self.convention, state_dict, [prefix + key for key in TABLE_KEYS], error_msgs)
+        for key in MARKER_KEYS:
+            state_dict.pop(prefix + key, None)
+        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+class TransformerEmbedding(nn.Module):
+    """`weight[x] * token_scale + PE`: the whole input layer in one pass.
+
+    Args:
+        vocab_size: number of rows.
+        d_model: width.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: as in `nn.Embedding`.
+        convention, precision, dropout, batch_first: as in `PositionalEncoding`.
+        token_scale: factor of the looked-up row; None for sqrt(d_model).
+
+    Attributes:
+        weight: [vocab_size, d_model], initialised with the numbers `nn.Embedding` draws.
+
+    Loads checkpoints of the textbook pair as well: `lut.weight` or `0.lut.weight` becomes `weight`, and a table (`pe`,
+    `1.pe`, ...) is checked and dropped as in `PositionalEncoding`.
+
+    Raises:
+        ValueError: a size that is not positive, or an option out of range.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        *,
+        padding_idx: int | None = None,
+        convention: str | Convention = "vaswani",
+        precision: str | None = None,
+        dropout: float = 0.0,
+        token_scale: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _positive("TransformerEmbedding", vocab_size=vocab_size, d_model=d_model)
+        _row("TransformerEmbedding", padding_idx, vocab_size)
+        _norm("TransformerEmbedding", max_norm)
+        self.vocab_size = vocab_size
+        self.d_model = d_model
+        self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + vocab_size
+        self.convention = resolve(convention)
+        self._recipe = self.convention.recipe(precision)
+        self.precision = precision or self.convention.precision
+        self.dropout = _probability("TransformerEmbedding", dropout)
+        self.token_scale = math.sqrt(d_model) if token_scale is None else float(token_scale)
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
+        self.batch_first = batch_first
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as `nn.Embedding` does: N(0, 1), the padding row zero."""
+        nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx].fill_(0)
+
+    def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
+        """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; `offset`, `positions` as in `functional`."""
+        if positions is None:
+            offset = offset + self.convention.first_position
+        else:
+            positions = functional._spread(positions, x.shape, self.batch_first, "embed")
+        if self.max_norm is not None:
+            functional._renormalise(self.weight, x, self.max_norm, self.norm_type)
+        y = ops.embed(
+            self.weight,
+            x,
+            positions,
+            offset,
+            self.token_scale,
+            self._recipe,
+            self.batch_first,
+            -1 if self.padding_idx is None else self.padding_idx,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+        return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def extra_repr(self) -> str:
+        """Sizes and recipe."""
+        options = "".join(
+            f", {name}={getattr(self, name)!r}"
+            for name, default in (
+                ("padding_idx", None),
+                ("max_norm", None),
+                ("scale_grad_by_freq", False),
+                ("sparse", False),
+                ("batch_first", True),
+                ("dropout", 0.0),
+            )
+            if getattr(self, name) != default
+        )
+        return (
+            f"{self.vocab_size}, {self.d_model}, convention={self.convention.name!r}, precision={self.precision!r}, "
+            f"token_scale={self.token_scale:.6g}{options}"
+        )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = prefix + "weight"
+        for name in ("lut.weight", "0.lut.weight"):
+            if own not in state_dict and prefix + name in state_dict:
+                state_dict[own] = state_dict.pop(prefix + name)
+        tables = [f"{prefix}{place}{key}" for place in ("", "1.") for key in TABLE_KEYS]
+        consume_tables(self, self.convention, state_dict, tables, error_msgs)
+        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+class LearnedPositionalEmbedding(nn.Module):
+    """The trainable alternative: `x + weight[position]`, called like `PositionalEncoding`, and as long as its table.
+
+    Args:
+        max_len: number of positions.
+        d_model: width.
+        dropout, batch_first: as in `PositionalEncoding`.
+        device, dtype: of the weight.
+
+    Attributes:
+        weight: [max_len, d_model], drawn from N(0, 1) as `nn.Embedding` does.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+
+    def __init__(
+        self,
+        max_len: int,
+        d_model: int,
+        *,
+        dropout: float = 0.0,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _positive("LearnedPositionalEmbedding", max_len=max_len, d_model=d_model)
+        self.max_len = max_len
+        self.d_model = d_model
+        self.dropout = _probability("LearnedPositionalEmbedding", dropout)
+        self.batch_first = batch_first
+        self.weight = nn.Parameter(torch.empty(max_len, d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, 1)."""
+        nn.init.normal_(self.weight)
+
+    def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
+        """X [..., length, d_model] -> the same shape.
+
+        Raises:
+            IndexError: a position outside [0, max_len): nothing was learned for it.
+            ValueError: x of another width, positions of another shape.
+        """
+        if x.shape[-1:] != (self.d_model,):
+            raise ValueError(
+                f"posenc_ext.LearnedPositionalEmbedding: x must have width {self.d_model} in its last axis, got {list(x.shape)}"
+            )
+        y = x + self._rows(x.shape[:-1], offset, positions)
+        return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def _rows(self, token_shape: torch.Size, offset: int, positions: Tensor | None) -> Tensor:
+        if positions is not None:
+            spread = functional._spread(positions, token_shape, self.batch_first, "learned_positional_embedding")
+            return nn.functional.embedding(spread + offset, self.weight)
+        rank = len(token_shape)
+        length = 1 if rank == 0 else token_shape[-1 if self.batch_first else 0]
+        if offset < 0 or offset + length > self.max_len:
+            raise IndexError(
+                f"posenc_ext.LearnedPositionalEmbedding: positions must lie in [0, {self.max_len}), the trained length, "
+                f"got {offset} to {offset + length - 1}"
+            )
+        rows = self.weight[offset : offset + length]
+        if rank == 0:
+            return rows[0]
+        return rows if self.batch_first else rows.reshape([length] + [1] * (rank - 1) + [self.d_model])
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"{self.max_len}, {self.d_model}, dropout={self.dropout}, batch_first={self.batch_first}"
+
+
+def fuse(module: nn.Module) -> nn.Module:
+    """Replace `Sequential(Embeddings, PositionalEncoding[, Dropout])` by one `TransformerEmbedding`.
+
+    The fused modules and their textbook twins in `posenc_ext.reference` are recognised. The weight is the same Parameter,
+    so tied layers and optimizers keep it. A sequence nested in a larger model is replaced in place.
+
+    Args:
+        module: such a sequence, or a model that holds some.
+
+    Returns:
+        The new layer, or `module` with its sequences replaced.
+
+    Raises:
+        ValueError: there is no such sequence.
+    """
+    fused = _fused(module)
+    if fused is not None:
+        return fused
+    replaced = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            layer = _fused(child)
+            if layer is not None:
+                setattr(parent, name, layer)
+                replaced += 1
+    if not replaced:
+        raise ValueError(
+            "posenc_ext.fuse: module must be or hold Sequential(Embeddings, PositionalEncoding[, Dropout]), "
+            f"got {type(module).__name__}"
+        )
+    return module
+
+
+def _fused(module: nn.Module) -> TransformerEmbedding | None:
+    from posenc_ext import reference
+
+    if not isinstance(module, nn.Sequential) or len(module) not in (2, 3):
+        return None
+    embeddings, encoding, *rest = module
+    # Exact types: a subclass may compute something else.
+    if type(embeddings) not in (Embeddings, reference.Embeddings):
+        return None
+    if type(encoding) not in (PositionalEncoding, reference.PositionalEncoding):
+        return None
+    if rest and type(rest[0]) is not nn.Dropout:
+        return None
+    lut = embeddings.lut
+    own = isinstance(encoding, PositionalEncoding)
+    dropouts = [p for p in (encoding.dropout if own else 0.0, rest[0].p if rest else 0.0) if p]
+    if len(dropouts) > 1:
+        return None  # two in a row are not one
+    layer = TransformerEmbedding(
+        lut.num_embeddings,
+        lut.embedding_dim,
+        padding_idx=lut.padding_idx,
+        convention=encoding.convention if own else "vaswani",
+        precision=encoding.precision if own else "reference",
+        dropout=dropouts[0] if dropouts else 0.0,
+        max_norm=lut.max_norm,
+        norm_type=lut.norm_type,
+        scale_grad_by_freq=lut.scale_grad_by_freq,
+        sparse=lut.sparse,
+        batch_first=encoding.batch_first if own else True,
+        device="meta",
+    )
+    layer.weight = lut.weight
+    layer.train(module.training)
+    return layer

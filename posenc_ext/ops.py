@@ -1,0 +1,344 @@
+"""The custom ops from Python: how each is called, differentiated, traced and faked.
+
+Every op exists twice in C++ (csrc/ops.cpp). The raw one (`_embed_fwd`, ...) has no autograd formula: an eager call that
+needs no gradient goes straight to it, and one that does goes through a `torch.autograd.Function` around it, since a
+formula registered on the op costs several microseconds even when nothing is differentiated. The public one
+(`torch.ops.posenc_ext.embed`, ...) carries the formula: traced programs hold it, so exported ones stay differentiable, and
+so do direct callers.
+
+Under functorch transforms (`torch.func`) and forward-mode AD the same values are composed from PyTorch's own ops, which
+have all those rules; slower, bit-equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from posenc_ext import _C  # noqa: F401  (importing it registers the ops)
+from posenc_ext.conventions import Recipe
+
+_ops = torch.ops.posenc_ext
+_embed = _ops.embed.default
+_embed_fwd = _ops._embed_fwd.default
+_embed_backward = _ops.embed_backward.default
+_embed_bwd = _ops._embed_bwd.default
+_embed_backward_sparse = _ops.embed_backward_sparse.default
+_embed_bwd_sparse = _ops._embed_bwd_sparse.default
+_add = _ops.add_positional_encoding.default
+_add_fwd = _ops._add_positional_encoding_fwd.default
+_encode = _ops.positional_encoding.default
+
+_transforms_active = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_compiling
+
+F = TypeVar("F")
+
+
+def _needs_composition() -> bool:
+    return _transforms_active() or forward_ad._current_level >= 0
+
+
+# ---- embed -----------------------------------------------------------------------------------------------------------
+
+
+def embed(
+    weight: Tensor,
+    input: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    token_scale: float,
+    recipe: Recipe,
+    batch_first: bool,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+) -> Tensor:
+    """token_scale * weight[input] + waves(positions + offset), differentiable in weight.
+
+    `padding_idx` is -1 for none; `positions`, where given, has the shape of `input`.
+    """
+    if _is_compiling():
+        if sparse:
+            raise NotImplementedError(
+                "posenc_ext::embed: sparse=True cannot be traced (torch.compile and torch.export have no sparse gradients)"
+            )
+        return _embed(
+            weight, input, positions, offset, token_scale, *recipe, batch_first, padding_idx, scale_grad_by_freq, sparse
+        )
+    if _needs_composition():
+        return _composed_embed(
+            weight, input, positions, offset, token_scale, recipe, batch_first, padding_idx, scale_grad_by_freq, sparse
+        )
+    if weight.requires_grad and torch.is_grad_enabled():
+        return _Embed.apply(  # type: ignore[no-any-return]
+            weight, input, positions, offset, token_scale, recipe, batch_first, padding_idx, scale_grad_by_freq, sparse
+        )
+    return _embed_fwd(weight, input, positions, offset, token_scale, *recipe, batch_first)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, input: Tensor, *args: Any) -> Tensor:
+        positions, offset, token_scale, recipe, batch_first, padding_idx, scale_grad_by_freq, sparse = args
+        ctx.save_for_backward(input)
+        ctx.gradient = (weight.shape[0], token_scale, padding_idx, scale_grad_by_freq)
+        ctx.sparse = sparse
+        return _embed_fwd(weight, input, positions, offset, token_scale, *recipe, batch_first)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (input,) = ctx.saved_tensors
+        return (_weight_gradient(grad, input, *ctx.gradient, ctx.sparse), *(None,) * 9)
+
+
+def _weight_gradient(
+    grad: Tensor,
+    input: Tensor,
+    num_weights: int,
+    token_scale: float,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+) -> Tensor:
+    # With create_graph the op that has a formula of its own is taken, so that the double backward is right.
+    recorded = torch.is_grad_enabled() and grad.requires_grad
+    arguments = (grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq)
+    if not sparse:
+        return _embed_backward(*arguments) if recorded or _is_compiling() else _embed_bwd(*arguments)  # type: ignore[no-any-return]
+    rows, values = _embed_backward_sparse(*arguments) if recorded else _embed_bwd_sparse(*arguments)
+    # The rows come sorted and unique, so the gradient is born coalesced.
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values, (num_weights, values.shape[1]), is_coalesced=True, check_invariants=False
+    )
+
+
+def _composed_embed(
+    weight: Tensor,
+    input: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    token_scale: float,
+    recipe: Recipe,
+    batch_first: bool,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+) -> Tensor:
+    pad = padding_idx if padding_idx >= 0 else None
+    rows = torch.nn.functional.embedding(input, weight, pad, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    scaled = rows.to(wide) * token_scale
+    if recipe[2] != 3:
+        scaled = scaled + _composed_waves(
+            input.shape, weight.shape[1], positions, offset, recipe, batch_first, wide, weight.device
+        )
+    return scaled.to(weight.dtype)
+
+
+def _composed_waves(
+    token_shape: torch.Size,
+    d_model: int,
+    positions: Tensor | None,
+    offset: int,
+    recipe: Recipe,
+    batch_first: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The encoding of a batch of tokens, broadcastable to it."""
+    if positions is None:
+        rank = len(token_shape)
+        length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
+        positions = torch.arange(length, device=device)
+        positions = positions.reshape([length] + [1] * (0 if batch_first else rank - 1)) if rank else positions[0]
+    return _encode(positions, d_model, offset, *recipe, dtype)  # type: ignore[no-any-return]
+
+
+# ---- x + PE ----------------------------------------------------------------------------------------------------------
+
+
+def add_positional_encoding(
+    x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe, batch_first: bool
+) -> Tensor:
+    """X + waves(positions + offset), differentiable in x."""
+    if _is_compiling():
+        return _add(x, positions, offset, *recipe, batch_first)  # type: ignore[no-any-return]
+    if _needs_composition():
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        waves = _composed_waves(x.shape[:-1], x.shape[-1], positions, offset, recipe, batch_first, wide, x.device)
+        return (x.to(wide) + waves).to(x.dtype)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _AddPositionalEncoding.apply(x, positions, offset, recipe, batch_first)  # type: ignore[no-any-return]
+    return _add_fwd(x, positions, offset, *recipe, batch_first)  # type: ignore[no-any-return]
+
+
+class _AddPositionalEncoding(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe, batch_first: bool
+    ) -> Tensor:
+        return _add_fwd(x, positions, offset, *recipe, batch_first)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, None, None, None, None
+
+
+# ---- PE alone --------------------------------------------------------------------------------------------------------
+
+
+def positional_encoding(positions: Tensor, d_model: int, offset: int, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """waves(positions + offset), [*positions.shape, d_model]; positions are integers, so nothing is differentiable."""
+    return _encode(positions, d_model, offset, *recipe, dtype)  # type: ignore[no-any-return]
+
+
+# ---- formulas of the public ops --------------------------------------------------------------------------------------
+
+
+def _embed_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight, input, _, _, token_scale = inputs[:5]
+    padding_idx, scale_grad_by_freq, sparse = inputs[-3:]
+    ctx.save_for_backward(input)
+    ctx.gradient = (weight.shape[0], token_scale, padding_idx, scale_grad_by_freq, sparse)
+
+
+def _embed_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (input,) = ctx.saved_tensors
+    return (_weight_gradient(grad, input, *ctx.gradient), *(None,) * 13)
+
+
+torch.library.register_autograd("posenc_ext::embed", _embed_formula, setup_context=_embed_setup)
+
+
+# The weight gradient is linear in the output gradient, and its transpose is the lookup without waves: what arrives for
+# row r goes to every token of r, times the scale and the same divisors.
+def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, input, _, token_scale, padding_idx, scale_grad_by_freq = inputs
+    ctx.save_for_backward(input, *(output[:1] if isinstance(output, tuple) else ()))
+    ctx.gradient = (token_scale, padding_idx, scale_grad_by_freq)
+
+
+def _transposed(grad_rows: Tensor, tokens: Tensor, input: Tensor, gradient: tuple[float, int, bool]) -> Tensor:
+    """Row tokens[i] of grad_rows for each token, scaled as the weight gradient is; zero at padding."""
+    token_scale, padding_idx, scale_grad_by_freq = gradient
+    result = torch.nn.functional.embedding(tokens, grad_rows) * token_scale
+    if scale_grad_by_freq:
+        _, place, counts = torch.unique(input, return_inverse=True, return_counts=True)
+        result = result / counts[place].unsqueeze(-1)
+    if padding_idx >= 0:
+        result = result.masked_fill((input == padding_idx).unsqueeze(-1), 0)
+    return result
+
+
+def _backward_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (input,) = ctx.saved_tensors
+    return (_transposed(grad, input, input, ctx.gradient), *(None,) * 5)
+
+
+def _backward_sparse_formula(ctx: Any, _: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
+    input, rows = ctx.saved_tensors
+    if rows.numel() == 0:
+        return (grad_values.new_zeros((*input.shape, grad_values.shape[1])), *(None,) * 5)
+    # Padding tokens have no row: they may point anywhere, and are zeroed.
+    place = torch.searchsorted(rows, input.to(rows.dtype)).clamp(max=rows.numel() - 1)
+    return (_transposed(grad_values, place, input, ctx.gradient), *(None,) * 5)
+
+
+torch.library.register_autograd("posenc_ext::embed_backward", _backward_formula, setup_context=_backward_setup)
+torch.library.register_autograd(
+    "posenc_ext::embed_backward_sparse", _backward_sparse_formula, setup_context=_backward_setup
+)
+torch.library.register_autograd(
+    "posenc_ext::add_positional_encoding", lambda ctx, grad: (grad, *(None,) * 8), setup_context=lambda ctx, inputs, output: None
+)
+
+
+# ---- fake kernels: shapes, dtypes and devices for tracing ------------------------------------------------------------
+
+
+def _require(condition: bool, op: str, text: str) -> None:
+    if not condition:
+        raise ValueError(f"posenc_ext::{op}: {text}")
+
+
+def _check_tokens(op: str, input: Tensor) -> None:
+    _require(input.dtype in (torch.int64, torch.int32), op, f"input must have dtype int64 or int32, got {input.dtype}")
+
+
+def _check_positions(op: str, positions: Tensor | None, token_shape: torch.Size) -> None:
+    if positions is None:
+        return
+    _require(
+        positions.dtype in (torch.int64, torch.int32),
+        op,
+        f"positions must have dtype int64 or int32, got {positions.dtype}",
+    )
+    _require(
+        positions.shape == token_shape,
+        op,
+        f"positions must have the shape of the tokens {list(token_shape)}, got {list(positions.shape)}",
+    )
+
+
+def _check_floating(op: str, argument: str, dtype: torch.dtype) -> None:
+    supported = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    _require(
+        dtype in supported, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}"
+    )
+
+
+def _fake_embed(weight: Tensor, input: Tensor, positions: Tensor | None, *_: Any) -> Tensor:
+    _check_floating("embed", "weight", weight.dtype)
+    _require(weight.dim() == 2, "embed", f"weight must have 2 dimensions [vocab_size, d_model], got {list(weight.shape)}")
+    _check_tokens("embed", input)
+    _check_positions("embed", positions, input.shape)
+    return weight.new_empty((*input.shape, weight.shape[1]))
+
+
+def _fake_embed_backward(grad: Tensor, input: Tensor, num_weights: int, *_: Any) -> Tensor:
+    _check_tokens("embed_backward", input)
+    return grad.new_empty((num_weights, grad.shape[-1]))
+
+
+def _fake_embed_backward_sparse(grad: Tensor, input: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    _check_tokens("embed_backward_sparse", input)
+    count = torch.library.get_ctx().new_dynamic_size()
+    return grad.new_empty((count,), dtype=torch.int64), grad.new_empty((count, grad.shape[-1]))
+
+
+def _fake_add(x: Tensor, positions: Tensor | None, *_: Any) -> Tensor:
+    _check_floating("add_positional_encoding", "x", x.dtype)
+    _check_positions("add_positional_encoding", positions, x.shape[:-1])
+    return x.new_empty(x.shape)
+
+
+def _fake_encode(positions: Tensor, d_model: int, *args: Any) -> Tensor:
+    _check_positions("positional_encoding", positions, positions.shape)
+    _check_floating("positional_encoding", "dtype", args[-1])
+    return positions.new_empty((*positions.shape, d_model), dtype=args[-1])
+
+
+def _fake_nothing(*_: Any) -> None:
+    return None
+
+
+for _name, _fake in {
+    "embed": _fake_embed,
+    "_embed_fwd": _fake_embed,
+    "embed_backward": _fake_embed_backward,
+    "_embed_bwd": _fake_embed_backward,
+    "embed_backward_sparse": _fake_embed_backward_sparse,
+    "_embed_bwd_sparse": _fake_embed_backward_sparse,
+    "add_positional_encoding": _fake_add,
+    "_add_positional_encoding_fwd": _fake_add,
+    "positional_encoding": _fake_encode,
+    "embed_out": _fake_nothing,
+    "add_positional_encoding_out": _fake_nothing,
+    "positional_encoding_out": _fake_nothing,
+    "check_ids": _fake_nothing,
+}.items():
+    torch.library.register_fake(f"posenc_ext::{_name}", _fake)

@@ -1,0 +1,259 @@
+"""The textbook input layer of a Transformer, in plain PyTorch and NumPy.
+
+Read this file to learn what the fused layer computes; the tests hold the fused layer to it. Nothing here is fast.
+
+A Transformer sees a sentence as a set of vectors, one per token, so the order of the words has to be put into the
+vectors themselves. The input layer does it in two steps:
+
+1. `Embeddings` looks each token id up in a trainable table and multiplies the row by ``sqrt(d_model)``;
+2. `PositionalEncoding` adds a vector that depends on the position alone.
+
+The second vector is made of sines and cosines ("Attention Is All You Need", Vaswani et al. 2017, section 3.5)::
+
+    PE(p, 2k)     = sin(p * w_k)
+    PE(p, 2k + 1) = cos(p * w_k)        w_k = 10000 ** (-2k / d_model)
+
+Column pair 0 turns fastest, one radian per position; every further pair turns slower, in geometric steps. A pair is the
+hand of a clock, and a position is read off all the hands together. Moving on by ``n`` positions turns each hand by the
+fixed angle ``n * w_k``, so the step from one position to another is a rotation that does not depend on where it starts.
+
+The alternative, `LearnedPositionalEmbedding`, trains one vector per position and knows nothing past its last one.
+
+Other projects use the same idea with other frequencies and other column orders; `sinusoid_table` computes all of them
+in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+FloatArray = npt.NDArray[np.float64]
+
+_DIVISORS = ("d", "half_minus_1")
+_LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
+_ODD_RULES = ("sine", "zero", "round_up")
+
+
+class Embeddings(nn.Module):
+    """Token embeddings: a row of a trainable table per id, times ``sqrt(d_model)``.
+
+    The rows start with variance 1 or, when tied to an output projection, far less; the factor keeps them from drowning
+    in the encodings added next, whose entries are of size 1 whatever the width (Vaswani et al. 2017, section 3.4).
+
+    Args:
+        d_model: width of a row.
+        vocab_size: number of rows.
+    """
+
+    def __init__(self, d_model: int, vocab_size: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.lut = nn.Embedding(vocab_size, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look up ids of any shape ``[...]`` (int32 or int64); returns ``[..., d_model]``."""
+        rows: Tensor = self.lut(x)
+        return rows * math.sqrt(self.d_model)
+
+
+class PositionalEncoding(nn.Module):
+    """Fixed sinusoidal positions, read from a table made once.
+
+    The table is the buffer ``pe``, float32 ``[1, max_len, d_model]``. It belongs to the ``state_dict``, so checkpoints
+    of models built this way carry it.
+
+    Args:
+        d_model: width; when it is odd, the last column is one more sine.
+        max_len: number of positions in the table, and so the longest input.
+    """
+
+    pe: Tensor
+
+    def __init__(self, d_model: int, max_len: int = 5000) -> None:
+        super().__init__()
+        position = torch.arange(max_len, dtype=torch.float32).unsqueeze(1)
+        # 10000 ** (-2k / d), written as exp of a logarithm like everywhere else. Written otherwise it may round to
+        # another float32, and at position 5000 that alone turns a fast pair by 3e-4: old tables would no longer match.
+        frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float32) * (-math.log(10000.0) / d_model))
+        angle = position * frequency
+        table = torch.zeros(max_len, d_model)
+        table[:, 0::2] = torch.sin(angle)
+        table[:, 1::2] = torch.cos(angle[:, : d_model // 2])
+        self.register_buffer("pe", table.unsqueeze(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the first ``length`` rows of the table to ``x [batch, length, d_model]``.
+
+        Raises:
+            ValueError: if ``length`` is more than the table has.
+        """
+        length, max_len = x.size(1), self.pe.size(1)
+        if length > max_len:
+            raise ValueError(
+                f"PositionalEncoding: the length of x must be at most max_len, the {max_len} positions of its table, "
+                f"got {length}"
+            )
+        return x + self.pe[:, :length]
+
+
+class LearnedPositionalEmbedding(nn.Module):
+    """Trainable positions: one row of ``weight [max_len, d_model]`` per position, added to the input.
+
+    Every row is learned from the training texts that were long enough to reach it. Past ``max_len`` there is no row.
+
+    Args:
+        max_len: number of positions.
+        d_model: width of a row.
+    """
+
+    def __init__(self, max_len: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(max_len, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the first ``length`` rows of the weight to ``x [batch, length, d_model]``.
+
+        Raises:
+            IndexError: if ``length`` is more than there are rows.
+        """
+        length, max_len = x.size(1), self.weight.size(0)
+        if length > max_len:
+            raise IndexError(
+                f"LearnedPositionalEmbedding: the length of x must be at most max_len, the {max_len} positions it has "
+                f"rows for, got {length}"
+            )
+        return x + self.weight[:length]
+
+
+def get_sinusoidal_positional_encoding(seq_len: int, d_model: int) -> FloatArray:
+    """The table of the module docstring in double precision.
+
+    Args:
+        seq_len: number of positions, from 0.
+        d_model: width; when it is odd, the last column is one more sine.
+
+    Returns:
+        float64 ``[seq_len, d_model]``.
+
+    Raises:
+        ValueError: if ``seq_len`` is negative or ``d_model`` is not positive.
+    """
+    if seq_len < 0:
+        raise ValueError(f"get_sinusoidal_positional_encoding: seq_len must not be negative, got {seq_len}")
+    if d_model <= 0:
+        raise ValueError(f"get_sinusoidal_positional_encoding: d_model must be positive, got {d_model}")
+    position = np.arange(seq_len, dtype=np.float64)[:, np.newaxis]
+    frequency = np.exp(np.arange(0, d_model, 2, dtype=np.float64) * (-math.log(10000.0) / d_model))
+    angle = position * frequency
+    table = np.zeros((seq_len, d_model))
+    table[:, 0::2] = np.sin(angle)
+    table[:, 1::2] = np.cos(angle[:, : d_model // 2])
+    return table
+
+
+def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = "d", odd: str = "sine") -> FloatArray:
+    """The angular frequency of every sine of an encoding, fastest first.
+
+    With ``D = d_model`` (``d_model + 1`` for an odd width under ``odd="round_up"``):
+
+    - ``divisor="d"``: ``w_k = base ** (-2k / D)``, Vaswani et al. 2017;
+    - ``divisor="half_minus_1"``: ``w_k = base ** (-k / max(D // 2 - 1, 1))``, tensor2tensor and its heirs. The slowest
+      of ``D // 2`` frequencies is then exactly ``1 / base``.
+
+    Args:
+        d_model: width of the encoding.
+        base: ratio between the fastest frequency and (nearly) the slowest.
+        divisor: which of the two formulas.
+        odd: what the column left over by an odd width holds; see `sinusoid_table`.
+
+    Returns:
+        float64 ``[d_model // 2]``, one more for an odd width unless ``odd="zero"``.
+
+    Raises:
+        ValueError: if ``d_model`` or ``base`` is not positive, or a name is unknown.
+    """
+    _check_recipe("sinusoid_frequencies", d_model, base, divisor, odd)
+    width = d_model + 1 if odd == "round_up" and d_model % 2 else d_model
+    sines = d_model // 2 if odd == "zero" else (d_model + 1) // 2
+    k = np.arange(sines, dtype=np.float64)
+    exponent = -2.0 * k / width if divisor == "d" else -k / max(width // 2 - 1, 1)
+    return np.power(np.float64(base), exponent)
+
+
+def sinusoid_table(
+    positions: npt.ArrayLike,
+    d_model: int,
+    *,
+    base: float = 10000.0,
+    divisor: str = "d",
+    layout: str = "interleaved",
+    odd: str = "sine",
+) -> FloatArray:
+    """Sinusoidal encodings of any positions under any convention, in double precision.
+
+    An even width holds ``h = d_model // 2`` sines and as many cosines, in the order ``layout`` names:
+
+    - ``interleaved``: sin, cos, sin, cos, ...
+    - ``sin_cos``: all sines, then all cosines;
+    - ``cos_sin``: all cosines, then all sines.
+
+    An odd width has one column more, which ``odd`` fills:
+
+    - ``sine``: one more sine, of the next frequency ``w_h``, as the last of the sines;
+    - ``zero``: zero, in the last column;
+    - ``round_up``: as ``sine``, but the frequencies are those of width ``d_model + 1``.
+
+    The angle ``p * w_k`` is rounded to double precision, so a value is off by up to about ``2 ** -52 * |p|``: 4e-9 at
+    position 2 ** 24. Farther out, compute with more digits.
+
+    Args:
+        positions: numbers of any shape ``[...]``: whole or fractional, negative too.
+        d_model: width of the encoding.
+        base: see `sinusoid_frequencies`.
+        divisor: see `sinusoid_frequencies`.
+        layout: which column holds which wave.
+        odd: what the column left over by an odd width holds.
+
+    Returns:
+        float64 ``[..., d_model]``.
+
+    Raises:
+        ValueError: if ``d_model`` or ``base`` is not positive, or a name is unknown.
+    """
+    _check_recipe("sinusoid_table", d_model, base, divisor, odd)
+    if layout not in _LAYOUTS:
+        raise ValueError(f"sinusoid_table: layout must be one of {_LAYOUTS}, got {layout!r}")
+    frequency = sinusoid_frequencies(d_model, base=base, divisor=divisor, odd=odd)
+    angle = np.asarray(positions, dtype=np.float64)[..., np.newaxis] * frequency
+    sine, cosine = np.sin(angle), np.cos(angle[..., : d_model // 2])
+    table = np.zeros((*angle.shape[:-1], d_model))
+    sine_columns, cosine_columns = _columns(d_model, layout, sines=sine.shape[-1])
+    table[..., sine_columns] = sine
+    table[..., cosine_columns] = cosine
+    return table
+
+
+def _columns(d_model: int, layout: str, *, sines: int) -> tuple[slice, slice]:
+    """The columns of the sines and those of the ``d_model // 2`` cosines; a column in neither stays zero."""
+    cosines = d_model // 2
+    if layout == "interleaved":
+        return slice(0, 2 * sines, 2), slice(1, 2 * cosines, 2)
+    if layout == "sin_cos":
+        return slice(0, sines), slice(sines, sines + cosines)
+    return slice(cosines, cosines + sines), slice(0, cosines)
+
+
+def _check_recipe(name: str, d_model: int, base: float, divisor: str, odd: str) -> None:
+    if d_model <= 0:
+        raise ValueError(f"{name}: d_model must be positive, got {d_model}")
+    if not base > 0:
+        raise ValueError(f"{name}: base must be positive, got {base}")
+    if divisor not in _DIVISORS:
+        raise ValueError(f"{name}: divisor must be one of {_DIVISORS}, got {divisor!r}")
+    if odd not in _ODD_RULES:
+        raise ValueError(f"{name}: odd must be one of {_ODD_RULES}, got {odd!r}")
