@@ -18,6 +18,7 @@ enum class LayoutKind : int64_t {
 enum class OddRule : int64_t {
   sine = 0,  // the last column is one more sine, of the next frequency
   zero = 1,  // the last column is zero
+  round_up = 2,  // one more sine, and all frequencies are those of the next even width
 };
 
 struct Layout {
@@ -29,7 +30,7 @@ struct Layout {
   static Layout make(LayoutKind kind, OddRule odd, int64_t width) {
     if (kind == LayoutKind::none) return {kind, width, 0, 0};
     const int64_t half = width / 2;
-    const bool extra_sine = width % 2 == 1 && odd == OddRule::sine;
+    const bool extra_sine = width % 2 == 1 && odd != OddRule::zero;
     return {kind, width, half + (extra_sine ? 1 : 0), half};
   }
 

@@ -153,26 +153,35 @@ std::vector<int64_t> with_width(IntHeaderOnlyArrayRef token_sizes, int64_t width
 
 // ---- the recipe ------------------------------------------------------------------------------------------------------
 
+// What a call says about its encoding beyond the base: one int, since every further scalar costs a boxed call a tenth of a
+// microsecond. Two bits a field, in the order below, then one bit; posenc_ext/conventions.py writes them.
 struct Recipe {
-  double base;
-  int64_t divisor, layout, odd, precision;
-};
+  double base = 0;
+  Divisor divisor = Divisor::d;
+  LayoutKind layout = LayoutKind::interleaved;
+  OddRule odd = OddRule::sine;
+  Precision precision = Precision::exact;
+  bool batch_first = true;
 
-enum class OddArgument : int64_t { sine = 0, zero = 1, round_up = 2 };
+  Recipe(double base_value, int64_t flags, const char* op) : base(base_value) {
+    const auto field = [&](int place) { return (flags >> (2 * place)) & 3; };
+    POSENC_CHECK(flags >= 0 && flags < 512 && field(0) <= 1 && field(2) <= 2 && field(3) <= 1, op, "flags must be those of a Convention, got ", flags);
+    POSENC_CHECK(std::isfinite(base) && base >= 1.0, op, "base must be finite and at least 1, got ", base);
+    divisor = static_cast<Divisor>(field(0));
+    layout = static_cast<LayoutKind>(field(1));
+    odd = static_cast<OddRule>(field(2));
+    precision = static_cast<Precision>(field(3));
+    batch_first = (flags >> 8) == 0;
+  }
+};
 
 // Fills waves.layout, precision and frequencies; the table that is returned must outlive them.
 std::shared_ptr<const FrequencyTable> set_recipe(Waves& waves, const Recipe& recipe, int64_t width, const char* op) {
   POSENC_CHECK(width >= 1, op, "the width (d_model) must be positive, got ", width);
-  POSENC_CHECK(std::isfinite(recipe.base) && recipe.base >= 1.0, op, "base must be finite and at least 1, got ", recipe.base);
-  POSENC_CHECK(recipe.divisor == 0 || recipe.divisor == 1, op, "divisor must be 0 (d) or 1 (half_minus_1), got ", recipe.divisor);
-  POSENC_CHECK(recipe.layout >= 0 && recipe.layout <= 3, op, "layout must be 0 (interleaved), 1 (sin_cos), 2 (cos_sin) or 3 (none), got ", recipe.layout);
-  POSENC_CHECK(recipe.odd >= 0 && recipe.odd <= 2, op, "odd must be 0 (sine), 1 (zero) or 2 (round_up), got ", recipe.odd);
-  POSENC_CHECK(recipe.precision == 0 || recipe.precision == 1, op, "precision must be 0 (exact) or 1 (reference), got ", recipe.precision);
-  const OddRule rule = recipe.odd == static_cast<int64_t>(OddArgument::zero) ? OddRule::zero : OddRule::sine;
-  waves.layout = Layout::make(static_cast<LayoutKind>(recipe.layout), rule, width);
-  waves.precision = static_cast<Precision>(recipe.precision);
-  const int64_t frequency_width = recipe.odd == static_cast<int64_t>(OddArgument::round_up) ? width + width % 2 : width;
-  auto table = frequencies(recipe.base, static_cast<Divisor>(recipe.divisor), frequency_width, waves.layout.pairs());
+  waves.layout = Layout::make(recipe.layout, recipe.odd, width);
+  waves.precision = recipe.precision;
+  const int64_t frequency_width = recipe.odd == OddRule::round_up ? width + width % 2 : width;
+  auto table = frequencies(recipe.base, recipe.divisor, frequency_width, waves.layout.pairs());
   waves.frequencies = table->view();
   return table;
 }
@@ -260,7 +269,8 @@ Integers checked_ids(const Tensor& input, int64_t rows, Tensor& held, const char
 // ---- embed -----------------------------------------------------------------------------------------------------------
 
 Tensor embed_into(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions, int64_t offset, double token_scale,
-                  const Recipe& recipe, bool batch_first, const Tensor* out, const char* op) {
+                  const Recipe& recipe, const Tensor* out, const char* op) {
+  const bool batch_first = recipe.batch_first;
   ForwardParams params;
   params.dtype = dtype_of(weight.scalar_type(), op, "weight");
   params.source = Source::gathered;
@@ -289,20 +299,20 @@ Tensor embed_into(const Tensor& weight, const Tensor& input, const std::optional
   return result;
 }
 
-Tensor embed_fwd(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base, int64_t divisor,
-                 int64_t layout, int64_t odd, int64_t precision, bool batch_first) {
-  return embed_into(weight, input, positions, offset, token_scale, {base, divisor, layout, odd, precision}, batch_first, nullptr, "embed");
+Tensor embed_fwd(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base,
+                 int64_t flags) {
+  return embed_into(weight, input, positions, offset, token_scale, {base, flags, "embed"}, nullptr, "embed");
 }
 
-Tensor embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base, int64_t divisor,
-             int64_t layout, int64_t odd, int64_t precision, bool batch_first, int64_t padding_idx, bool scale_grad_by_freq, bool sparse) {
+Tensor embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base, int64_t flags,
+             int64_t padding_idx, bool scale_grad_by_freq, bool sparse) {
   (void)padding_idx, (void)scale_grad_by_freq, (void)sparse;  // they shape the gradient only
-  return embed_into(weight, input, positions, offset, token_scale, {base, divisor, layout, odd, precision}, batch_first, nullptr, "embed");
+  return embed_into(weight, input, positions, offset, token_scale, {base, flags, "embed"}, nullptr, "embed");
 }
 
-void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base, int64_t divisor,
-               int64_t layout, int64_t odd, int64_t precision, bool batch_first, Tensor out) {
-  embed_into(weight, input, positions, offset, token_scale, {base, divisor, layout, odd, precision}, batch_first, &out, "embed");
+void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base,
+               int64_t flags, Tensor out) {
+  embed_into(weight, input, positions, offset, token_scale, {base, flags, "embed"}, &out, "embed");
 }
 
 void check_ids(Tensor input, int64_t num_weights) {
@@ -383,8 +393,9 @@ std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int6
 
 // ---- x + PE ----------------------------------------------------------------------------------------------------------
 
-Tensor add_into(const Tensor& x, const std::optional<Tensor>& positions, int64_t offset, const Recipe& recipe, bool batch_first, const Tensor* out,
+Tensor add_into(const Tensor& x, const std::optional<Tensor>& positions, int64_t offset, const Recipe& recipe, const Tensor* out,
                 const char* op) {
+  const bool batch_first = recipe.batch_first;
   ForwardParams params;
   params.dtype = dtype_of(x.scalar_type(), op, "x");
   params.source = Source::dense;
@@ -418,14 +429,13 @@ Tensor add_into(const Tensor& x, const std::optional<Tensor>& positions, int64_t
   return result;
 }
 
-Tensor add_positional_encoding(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t divisor, int64_t layout, int64_t odd,
-                               int64_t precision, bool batch_first) {
-  return add_into(x, positions, offset, {base, divisor, layout, odd, precision}, batch_first, nullptr, "add_positional_encoding");
+Tensor add_positional_encoding(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags) {
+  return add_into(x, positions, offset, {base, flags, "add_positional_encoding"}, nullptr, "add_positional_encoding");
 }
 
-void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t divisor, int64_t layout, int64_t odd,
-                                 int64_t precision, bool batch_first, Tensor out) {
-  add_into(x, positions, offset, {base, divisor, layout, odd, precision}, batch_first, &out, "add_positional_encoding");
+void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags,
+                                 Tensor out) {
+  add_into(x, positions, offset, {base, flags, "add_positional_encoding"}, &out, "add_positional_encoding");
 }
 
 // ---- PE alone --------------------------------------------------------------------------------------------------------
@@ -449,30 +459,27 @@ Tensor encode_into(const Tensor& positions, int64_t d_model, int64_t offset, con
   return result;
 }
 
-Tensor positional_encoding(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t divisor, int64_t layout, int64_t odd,
-                           int64_t precision, ScalarType dtype) {
-  return encode_into(positions, d_model, offset, {base, divisor, layout, odd, precision}, dtype, nullptr, "positional_encoding");
+Tensor positional_encoding(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags, ScalarType dtype) {
+  return encode_into(positions, d_model, offset, {base, flags, "positional_encoding"}, dtype, nullptr, "positional_encoding");
 }
 
-void positional_encoding_out(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t divisor, int64_t layout, int64_t odd,
-                             int64_t precision, Tensor out) {
-  encode_into(positions, d_model, offset, {base, divisor, layout, odd, precision}, out.scalar_type(), &out, "positional_encoding");
+void positional_encoding_out(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags, Tensor out) {
+  encode_into(positions, d_model, offset, {base, flags, "positional_encoding"}, out.scalar_type(), &out, "positional_encoding");
 }
 
 }  // namespace
 
-// Every op takes the recipe as scalars (base, divisor, layout, odd, precision; the numbers of layout.h and params.h), so
-// a compiled or exported graph holds no table and no frequencies, and new arguments can be appended with defaults.
+// Every op takes the recipe as scalars (base and flags, see Recipe), so a compiled or exported graph holds no table and no
+// frequencies; new fields are new bits, and new arguments are appended with defaults.
 //   positions   None for the running index, or an integer tensor of the shape of the tokens
 //   offset      added to either
 // Ops named *_fwd and *_bwd are raw; the public names carry autograd formulas (posenc_ext/ops.py).
-#define POSENC_RECIPE "float base, int divisor, int layout, int odd, int precision"
 STABLE_TORCH_LIBRARY(posenc_ext, m) {
-  m.def("embed(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, " POSENC_RECIPE
-        ", bool batch_first, int padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor");
-  m.def("_embed_fwd(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, " POSENC_RECIPE ", bool batch_first) -> Tensor");
-  m.def("embed_out(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, " POSENC_RECIPE
-        ", bool batch_first, Tensor(a!) out) -> ()");
+  m.def("embed(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, "
+        "float base, int flags, int padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor");
+  m.def("_embed_fwd(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, float base, int flags) -> Tensor");
+  m.def("embed_out(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, "
+        "float base, int flags, Tensor(a!) out) -> ()");
   m.def("check_ids(Tensor input, SymInt num_weights) -> ()");
   for (const char* name : {"embed_backward", "_embed_bwd"}) {
     m.def((std::string(name) + "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool scale_grad_by_freq) -> Tensor").c_str());
@@ -483,11 +490,11 @@ STABLE_TORCH_LIBRARY(posenc_ext, m) {
               .c_str());
   }
   for (const char* name : {"add_positional_encoding", "_add_positional_encoding_fwd"}) {
-    m.def((std::string(name) + "(Tensor x, Tensor? positions, SymInt offset, " POSENC_RECIPE ", bool batch_first) -> Tensor").c_str());
+    m.def((std::string(name) + "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor").c_str());
   }
-  m.def("add_positional_encoding_out(Tensor x, Tensor? positions, SymInt offset, " POSENC_RECIPE ", bool batch_first, Tensor(a!) out) -> ()");
-  m.def("positional_encoding(Tensor positions, SymInt d_model, SymInt offset, " POSENC_RECIPE ", ScalarType dtype) -> Tensor");
-  m.def("positional_encoding_out(Tensor positions, SymInt d_model, SymInt offset, " POSENC_RECIPE ", Tensor(a!) out) -> ()");
+  m.def("add_positional_encoding_out(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
+  m.def("positional_encoding(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
+  m.def("positional_encoding_out(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import importlib.util
 import math
 import os
@@ -37,8 +36,11 @@ SENTENCES = ("나는 오늘 학교에 간다", "나는 오늘 도서관에 간�
 TIMED_SIZES = (16, 512, 512, 32000)
 ROUNDS = 15
 
+# The largest table that plot makes: far more than a picture has points.
+MOST_PLOTTED = 2**24
+
 # What of a large table is printed.
-SHOWN_ROWS = 12
+SHOWN_ROWS = 24
 SHOWN_COLUMNS = 8
 
 
@@ -69,9 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (UsageError, OSError) as error:
-        print(f"posenc-ext: error: {error}", file=sys.stderr)
-        return 2
+    except UsageError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _refuse(message: str) -> int:
+    print(f"posenc-ext: error: {message}", file=sys.stderr)
+    return 2
 
 
 def _run(arguments: list[str]) -> int:
@@ -86,21 +94,21 @@ def _run(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="posenc-ext", description="The input layer of a Transformer in one pass, without a table.")
-    parser.add_argument("--version", action="version", version=f"posenc_ext {_version()}")
+    parser.add_argument("--version", action="version", version=f"posenc_ext {posenc_ext.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     demo = commands.add_parser("demo", help="from sentences to the input of the first layer, step by step")
     demo.add_argument("texts", nargs="*", metavar="TEXT", help="sentences of your own; by default four in Korean")
     demo.add_argument("--file", type=Path, help="take the sentences from the lines of this UTF-8 file")
-    demo.add_argument("--d-model", type=_positive, default=6, help="width of the vectors (6)")
-    demo.add_argument("--seed", type=int, default=0, help="seed of the random weights (0)")
+    demo.add_argument("--d-model", type=_size, default=6, help="width of the vectors (6)")
+    demo.add_argument("--seed", type=_seed, default=0, help="seed of the random weights (0)")
     demo.add_argument("--no-timing", action="store_true", help="leave out the timed comparison")
     demo.set_defaults(run=_demo)
 
     plot = commands.add_parser("plot", help="write the encodings as PNG pictures")
     plot.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="folder to write to (this one)")
-    plot.add_argument("--d-model", type=_positive, default=128, help="width of the encodings (128)")
-    plot.add_argument("--length", type=_positive, default=100, help="number of positions (100)")
+    plot.add_argument("--d-model", type=_size, default=128, help="width of the encodings (128)")
+    plot.add_argument("--length", type=_size, default=100, help="number of positions (100)")
     plot.add_argument("--convention", choices=list(CONVENTIONS), default="vaswani", help="named recipe (vaswani)")
     plot.set_defaults(run=_plot)
 
@@ -111,13 +119,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
+def _size(text: str) -> int:
+    return _whole_number(text, 1, 2**20)
+
+
+def _seed(text: str) -> int:
+    return _whole_number(text, 0, 2**64 - 1)
+
+
+def _whole_number(text: str, least: int, most: int) -> int:
+    value = int(text) if text.strip().isdecimal() else -1
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
     return value
 
 
@@ -165,16 +178,16 @@ def _show_ids(texts: Sequence[str], vocabulary: Vocabulary) -> Tensor:
     _heading("1. Words become ids")
     print(f"The vocabulary has {len(vocabulary)} ids: {vocabulary.words[0]} fills short sentences up, then every word")
     print("in order of first appearance.")
-    print("  " + "  ".join(f"{i} {word}" for i, word in list(enumerate(vocabulary.words))[: SHOWN_ROWS + 1]))
-    _print_left_out(len(vocabulary) - SHOWN_ROWS - 1, "ids")
+    listed = [f"{i} {word}" for i, word in enumerate(vocabulary.words[:SHOWN_ROWS])]
+    print("  " + "  ".join(listed) + ("  ..." if len(vocabulary) > SHOWN_ROWS else ""))
     ids = vocabulary.encode(texts)
     print(f"ids {_shape(ids)}, one sentence per row")
     _print_rows([(text, " ".join(f"{i:3d}" for i in row)) for text, row in zip(texts, ids.tolist(), strict=True)])
     return ids
 
 
-def _show_embeddings(embeddings: nn.Module, vocabulary: Vocabulary, ids: Tensor) -> None:
-    d_model = embeddings(ids[:0]).size(-1)
+def _show_embeddings(embeddings: posenc_ext.Embeddings, vocabulary: Vocabulary, ids: Tensor) -> None:
+    d_model = embeddings.d_model
     _heading(f"2. Ids become vectors: Embeddings(d_model={d_model}, vocab_size={len(vocabulary)})")
     print(f"Each id has a trainable row, multiplied by sqrt({d_model}) = {math.sqrt(d_model):.4f}.")
     every_id = torch.arange(len(vocabulary))
@@ -191,7 +204,7 @@ def _show_encodings(length: int, d_model: int) -> None:
 
 
 def _show_sums(
-    layer: nn.Module, embeddings: nn.Module, encoding: nn.Module, vocabulary: Vocabulary, ids: Tensor
+    layer: nn.Module, embeddings: posenc_ext.Embeddings, encoding: nn.Module, vocabulary: Vocabulary, ids: Tensor
 ) -> None:
     _heading("4. Their sum is the input of the first layer: TransformerEmbedding, both in one pass")
     total = layer(ids)
@@ -204,7 +217,9 @@ def _show_sums(
     print(f"largest difference from the textbook modules: {(total - textbook(ids)).abs().max().item():.1e}")
 
 
-def _show_order(layer: nn.Module, embeddings: nn.Module, texts: Sequence[str], vocabulary: Vocabulary) -> None:
+def _show_order(
+    layer: nn.Module, embeddings: posenc_ext.Embeddings, texts: Sequence[str], vocabulary: Vocabulary
+) -> None:
     _heading("5. The same words in another order are another input")
     found = next(((words, p) for words in map(str.split, texts) if (p := _first_change(words)) is not None), None)
     if found is None:
@@ -251,7 +266,10 @@ def _show_learned_against_fixed(seed: int) -> None:
     torch.manual_seed(seed)
     learned = posenc_ext.LearnedPositionalEmbedding(trained, d_model)
     fixed = posenc_ext.PositionalEncoding(d_model)
-    for name, module in ((f"LearnedPositionalEmbedding({trained}, {d_model})", learned), ("PositionalEncoding(8)", fixed)):
+    for name, module in (
+        (f"LearnedPositionalEmbedding({trained}, {d_model})", learned),
+        (f"PositionalEncoding({d_model})", fixed),
+    ):
         print(f"{name}, {sum(p.numel() for p in module.parameters())} trained numbers")
         for length in (trained, longer):
             print(f"  length {length}: {_outcome(module, torch.zeros(1, length, d_model))}")
@@ -278,11 +296,11 @@ def _show_time_and_memory(seed: int) -> None:
     slow, fast = _interleaved_medians([textbook, fused], ids)
     print(f"forward of ids [{batch}, {length}], d_model {d_model}, {vocab_size} words, float32,")
     print(f"{torch.get_num_threads()} threads, median of {ROUNDS} rounds in turn:")
-    print(f"  textbook modules       {slow * 1e3:8.2f} ms")
-    print(f"  TransformerEmbedding   {fast * 1e3:8.2f} ms   {fast / slow:.2f} of the time")
+    print(f"  textbook modules, eager {slow * 1e3:8.2f} ms")
+    print(f"  TransformerEmbedding    {fast * 1e3:8.2f} ms   {fast / slow:.2f} of the time")
     print("kept in memory, and in every checkpoint, beside the weight:")
-    print(f"  textbook modules       {_buffer_bytes(textbook):>12,} bytes, the table of 5000 positions")
-    print(f"  TransformerEmbedding   {_buffer_bytes(fused):>12,} bytes")
+    print(f"  textbook modules        {_buffer_bytes(textbook):>12,} bytes, the table of 5000 positions")
+    print(f"  TransformerEmbedding    {_buffer_bytes(fused):>12,} bytes")
 
 
 def _interleaved_medians(modules: Sequence[nn.Module], ids: Tensor) -> list[float]:
@@ -296,9 +314,9 @@ def _interleaved_medians(modules: Sequence[nn.Module], ids: Tensor) -> list[floa
 def _textbook(weight: Tensor, max_len: int = 5000) -> nn.Sequential:
     """The textbook modules on an existing weight ``[vocab_size, d_model]``."""
     vocab_size, d_model = weight.shape
-    embeddings = reference.Embeddings(d_model, 0)  # no rows of its own, which would only be drawn to be thrown away
-    embeddings.lut = nn.Embedding.from_pretrained(weight)
-    assert embeddings.lut.num_embeddings == vocab_size
+    with torch.device("meta"):  # rows of its own would be drawn only to be thrown away
+        embeddings = reference.Embeddings(d_model, vocab_size)
+    embeddings.lut.weight = nn.Parameter(weight, requires_grad=False)
     return nn.Sequential(embeddings, reference.PositionalEncoding(d_model, max_len))
 
 
@@ -320,6 +338,10 @@ def _plot(args: argparse.Namespace) -> None:
     except ImportError:
         raise UsageError("plot needs matplotlib: pip install 'posenc_ext[plot]'") from None
     convention = CONVENTIONS[args.convention]
+    if args.length * args.d_model > MOST_PLOTTED:
+        raise UsageError(f"plot draws at most {MOST_PLOTTED} values, got {args.length} positions of {args.d_model}")
+    if not _waves(args.d_model, convention):
+        raise UsageError(f"plot needs a wave, and {convention.name} has none in d_model {args.d_model}")
     table = functional.positional_encoding(args.length, args.d_model, convention=convention).double().numpy()
     args.output.mkdir(parents=True, exist_ok=True)
     for name, draw, size in (
@@ -358,19 +380,28 @@ def _draw_waves(figure: Figure, table: reference.FloatArray, convention: Convent
     length, d_model = table.shape
     positions = np.arange(length) + convention.first_position
     waves = _waves(d_model, convention)
-    # Beyond a wavelength of some lengths a pair is a straight line: choose among those that move.
-    moving = [wave for wave in waves if wave[0] <= 8 * length] or waves
-    chosen = [moving[i] for i in np.unique(np.linspace(0, len(moving) - 1, 4).round().astype(int))]
+    # Faster ones would fill their panel with ink, slower ones cross it as straight lines.
+    legible = [wave for wave in waves if length / 25 <= wave[0] <= 8 * length] or waves
+    chosen = [legible[i] for i in np.unique(np.linspace(0, len(legible) - 1, 4).round().astype(int))]
     panels = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
+    # The wave itself is drawn thin; what the table holds of it are the dots.
+    fine = np.linspace(positions[0], positions[-1], 2000)
+    dots = {"linestyle": "none", "marker": ".", "markersize": float(np.clip(600 / length, 1.5, 6))}
     for axes, (wavelength, sine, cosine) in zip(panels, chosen, strict=True):
-        axes.plot(positions, table[:, sine], color="tab:blue", label=f"column {sine}, sine")
-        if cosine is not None:
-            axes.plot(positions, table[:, cosine], color="tab:orange", label=f"column {cosine}, cosine")
+        angle = 2 * math.pi * fine / wavelength
+        for column, wave, name, color in (
+            (sine, np.sin(angle), "sine", "tab:blue"),
+            (cosine, np.cos(angle), "cosine", "tab:orange"),
+        ):
+            if column is not None:
+                axes.plot(fine, wave, color=color, linewidth=0.8)
+                axes.plot(positions, table[:, column], color=color, label=f"column {column}, {name}", **dots)
         axes.set(ylim=(-1.15, 1.15), yticks=(-1, 0, 1))
         axes.set_title(f"one turn in {wavelength:,.1f} positions", fontsize="medium", loc="left")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
         _tidy(axes)
-    panels[-1].set(xlabel="position", xlim=(positions[0], positions[-1] if length > 1 else positions[0] + 1))
+    margin = 0.01 * length
+    panels[-1].set(xlabel="position", xlim=(positions[0] - margin, positions[-1] + margin))
     figure.suptitle(_title("The waves by column", table, convention))
 
 
@@ -395,7 +426,7 @@ def _draw_similarity(figure: Figure, table: reference.FloatArray, convention: Co
     for i, start in enumerate(starts):
         distance = np.arange(length) - start
         p = start + convention.first_position
-        axes.plot(distance, table @ table[start], linewidth=7 - 2.5 * i, label=f"p = {p}")
+        axes.plot(distance, table @ table[start], linewidth=5 - 1.8 * i, label=f"p = {p}")
     axes.set(xlabel="distance k", ylabel="PE(p) · PE(p + k)")
     axes.set_title(_title("Similarity by distance", table, convention))
     axes.legend(frameon=False)
@@ -418,7 +449,7 @@ def _tidy(axes: Axes) -> None:
 def _info(_: argparse.Namespace) -> None:
     build = _C.build_info()
     facts = {
-        "posenc_ext": _version(),
+        "posenc_ext": posenc_ext.__version__,
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, posenc_ext built with {build['torch_built_with']}",
         "numpy": np.__version__,
@@ -429,18 +460,11 @@ def _info(_: argparse.Namespace) -> None:
         "CUDA kernels": _cuda_build(build),
         "CUDA device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
-    _print_rows(facts.items(), indent="")
+    _print_rows(list(facts.items()), indent="")
 
 
 def _cuda_build(build: dict[str, Any]) -> str:
     return f"built for {build['cuda_archs'] or 'unknown architectures'}" if build["cuda"] else "not built"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("posenc_ext")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed, run from a source folder"
 
 
 # ---- bench -----------------------------------------------------------------------------------------------------------
@@ -476,35 +500,28 @@ def _heading(text: str) -> None:
 
 
 def _print_vectors(labels: Sequence[str], vectors: Tensor, group: int = 0) -> None:
-    """Rows of ``vectors [n, d]`` with a label each, cut to what a terminal shows; a blank line after every group."""
-    rows: list[list[float]] = vectors.tolist()
-    # Whole groups, and so all of a sentence or nothing.
-    shown = len(rows) if not group else max(2 * SHOWN_ROWS // group, 1) * group
-    shown = min(shown, SHOWN_ROWS if not group else max(2 * SHOWN_ROWS, group))
-    more = " ..." if vectors.size(1) > SHOWN_COLUMNS else ""
-    lines = [" ".join(f"{value:8.4f}" for value in row[:SHOWN_COLUMNS]) + more for row in rows[:shown]]
-    _print_rows(list(zip(labels, lines, strict=False)), group=group)
-    _print_left_out(len(rows) - shown, "rows")
+    """Rows of ``vectors [n, d]`` with a label each; a blank line after every ``group`` of them."""
+    cut = " ..." if vectors.size(1) > SHOWN_COLUMNS else ""
+    lines = [" ".join(f"{value:8.4f}" for value in row) + cut for row in vectors[:, :SHOWN_COLUMNS].tolist()]
+    _print_rows(list(zip(labels, lines, strict=True)), group=group)
 
 
-def _print_rows(rows: Iterable[tuple[str, str]], indent: str = "  ", group: int = 0) -> None:
-    """Two columns, the second one aligned for wide letters too."""
-    rows = list(rows)
-    width = max((_display_width(label) for label, _ in rows), default=0)
-    for i, (label, text) in enumerate(rows):
+def _print_rows(rows: Sequence[tuple[str, str]], indent: str = "  ", group: int = 0) -> None:
+    """Two columns, the second one aligned after wide letters too; no more rows than a reader takes in."""
+    shown = rows[:SHOWN_ROWS]
+    width = max((_display_width(label) for label, _ in shown), default=0)
+    for i, (label, text) in enumerate(shown):
         if group and i and i % group == 0:
             print()
         print(f"{indent}{label}{' ' * (width - _display_width(label))}  {text}")
-
-
-def _print_left_out(count: int, what: str) -> None:
-    if count > 0:
-        print(f"  ... and {count} more {what}")
+    if len(rows) > len(shown):
+        print(f"{indent}... and {len(rows) - len(shown)} more")
 
 
 def _display_width(text: str) -> int:
     """Columns of a terminal that the text takes: two for a Korean, Chinese or Japanese letter, none for an accent."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    letters = unicodedata.normalize("NFC", text)
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in letters)
 
 
 def _shape(tensor: Tensor) -> str:

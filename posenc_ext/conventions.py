@@ -15,11 +15,13 @@ LAYOUTS = {"interleaved": 0, "sin_cos": 1, "cos_sin": 2}
 ODD_RULES = {"sine": 0, "zero": 1, "round_up": 2}
 PRECISIONS = {"exact": 0, "reference": 1}
 
-# (base, divisor, layout, odd, precision) as every op takes them.
-Recipe = tuple[float, int, int, int, int]
+# (base, flags) as every op takes them. Flags hold two bits each for divisor, layout, odd rule and precision, from the
+# lowest, and one bit for sequence-first (struct Recipe in csrc/ops.cpp).
+Recipe = tuple[float, int]
+SEQUENCE_FIRST = 1 << 8
 
 # The recipe of no encoding at all: `embed` with it is token_scale * weight[input].
-NO_WAVES: Recipe = (10000.0, 0, 3, 0, 0)
+NO_WAVES: Recipe = (10000.0, 3 << 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +60,11 @@ class Convention:
         if not (math.isfinite(self.base) and self.base >= 1):
             raise ValueError(f"posenc_ext.Convention: base must be finite and at least 1, got {self.base}")
 
-    def recipe(self, precision: str | None = None) -> Recipe:
+    def recipe(self, precision: str | None = None, batch_first: bool = True) -> Recipe:
         """The arguments of the ops; `precision` overrides the convention's own."""
         chosen = _choice("precision", self.precision if precision is None else precision, PRECISIONS)
-        return float(self.base), DIVISORS[self.divisor], LAYOUTS[self.layout], ODD_RULES[self.odd], chosen
+        flags = DIVISORS[self.divisor] | LAYOUTS[self.layout] << 2 | ODD_RULES[self.odd] << 4 | chosen << 6
+        return float(self.base), flags if batch_first else flags | SEQUENCE_FIRST
 
 
 def _choice(argument: str, value: str, allowed: dict[str, int]) -> int:

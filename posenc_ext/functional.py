@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posenc_ext import _C, ops
-from posenc_ext.conventions import NO_WAVES, PRECISIONS, Convention, Recipe, resolve
+from posenc_ext.conventions import DIVISORS, NO_WAVES, Convention, Recipe, resolve
 
 __all__ = [
     "add_positional_encoding",
@@ -80,13 +80,12 @@ def embed(
         positions if positions is None else _spread(positions, input.shape, batch_first, "embed"),
         offset if positions is not None else offset + chosen.first_position,
         token_scale,
-        chosen.recipe(precision),
+        chosen.recipe(precision, batch_first),
         padding_idx,
         max_norm,
         norm_type,
         scale_grad_by_freq,
         sparse,
-        batch_first,
         out,
     )
 
@@ -120,7 +119,6 @@ def scaled_embedding(
         norm_type,
         scale_grad_by_freq,
         sparse,
-        True,
         out,
     )
 
@@ -137,7 +135,6 @@ def _embed(
     norm_type: float,
     scale_grad_by_freq: bool,
     sparse: bool,
-    batch_first: bool,
     out: Tensor | None,
 ) -> Tensor:
     if token_scale is None:
@@ -147,10 +144,10 @@ def _embed(
         _renormalise(weight, input, max_norm, norm_type)
     if out is not None:
         _refuse_gradient("embed", "weight", weight)
-        torch.ops.posenc_ext.embed_out(weight, input, positions, offset, token_scale, *recipe, batch_first, out)
+        torch.ops.posenc_ext.embed_out(weight, input, positions, offset, token_scale, *recipe, out)
         return out
     return ops.embed(
-        weight, input, positions, offset, token_scale, recipe, batch_first, pad, scale_grad_by_freq, sparse
+        weight, input, positions, offset, token_scale, recipe, pad, scale_grad_by_freq, sparse
     )
 
 
@@ -178,16 +175,16 @@ def add_positional_encoding(
         ValueError: an argument that does not fit.
     """
     chosen = resolve(convention)
-    recipe = chosen.recipe(precision)
+    recipe = chosen.recipe(precision, batch_first)
     if positions is None:
         offset = offset + chosen.first_position
     else:
         positions = _spread(positions, x.shape[:-1], batch_first, "add_positional_encoding")
     if out is not None:
         _refuse_gradient("add_positional_encoding", "x", x)
-        torch.ops.posenc_ext.add_positional_encoding_out(x, positions, offset, *recipe, batch_first, out)
+        torch.ops.posenc_ext.add_positional_encoding_out(x, positions, offset, *recipe, out)
         return out
-    return ops.add_positional_encoding(x, positions, offset, recipe, batch_first)
+    return ops.add_positional_encoding(x, positions, offset, recipe)
 
 
 def positional_encoding(
@@ -250,10 +247,11 @@ def angular_frequencies(
     """
     if d_model < 1:
         raise ValueError(f"posenc_ext.angular_frequencies: d_model must be positive, got {d_model}")
-    base, divisor, _, odd, chosen = resolve(convention).recipe(precision)
-    pairs = (d_model + (odd != 1)) // 2
-    table = _C.frequency_table(base, divisor, d_model + d_model % 2 if odd == 2 else d_model, pairs)
-    if chosen == PRECISIONS["reference"]:
+    chosen = resolve(convention)
+    width = d_model + d_model % 2 if chosen.odd == "round_up" else d_model
+    pairs = d_model // 2 if chosen.odd == "zero" else (d_model + 1) // 2
+    table = _C.frequency_table(chosen.base, DIVISORS[chosen.divisor], width, pairs)
+    if (precision or chosen.precision) == "reference":
         return torch.from_numpy(table["angular"]).double()
     words = torch.from_numpy(table["turns"].astype("float64"))
     return 2 * math.pi * (words[0] * 2.0**-32 + words[1] * 2.0**-64)

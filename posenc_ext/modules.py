@@ -140,7 +140,7 @@ class PositionalEncoding(nn.Module):
         self.d_model = d_model
         self.max_len = max_len
         self.convention = resolve(convention)
-        self._recipe = self.convention.recipe(precision)
+        self._recipe = self.convention.recipe(precision, batch_first)
         self.precision = precision or self.convention.precision
         self.dropout = _probability("PositionalEncoding", dropout)
         self.batch_first = batch_first
@@ -157,7 +157,7 @@ class PositionalEncoding(nn.Module):
             offset = offset + self.convention.first_position
         else:
             positions = functional._spread(positions, x.shape[:-1], self.batch_first, "add_positional_encoding")
-        y = ops.add_positional_encoding(x, positions, offset, self._recipe, self.batch_first)
+        y = ops.add_positional_encoding(x, positions, offset, self._recipe)
         return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
 
     @property
@@ -244,7 +244,7 @@ class TransformerEmbedding(nn.Module):
         self.d_model = d_model
         self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + vocab_size
         self.convention = resolve(convention)
-        self._recipe = self.convention.recipe(precision)
+        self._recipe = self.convention.recipe(precision, batch_first)
         self.precision = precision or self.convention.precision
         self.dropout = _probability("TransformerEmbedding", dropout)
         self.token_scale = math.sqrt(d_model) if token_scale is None else float(token_scale)
@@ -278,7 +278,6 @@ class TransformerEmbedding(nn.Module):
             offset,
             self.token_scale,
             self._recipe,
-            self.batch_first,
             -1 if self.padding_idx is None else self.padding_idx,
             self.scale_grad_by_freq,
             self.sparse,

@@ -19,7 +19,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from posenc_ext import _C  # noqa: F401  (importing it registers the ops)
-from posenc_ext.conventions import Recipe
+from posenc_ext.conventions import NO_WAVES, SEQUENCE_FIRST, Recipe
 
 _ops = torch.ops.posenc_ext
 _embed = _ops.embed.default
@@ -52,7 +52,6 @@ def embed(
     offset: int,
     token_scale: float,
     recipe: Recipe,
-    batch_first: bool,
     padding_idx: int,
     scale_grad_by_freq: bool,
     sparse: bool,
@@ -67,32 +66,32 @@ def embed(
                 "posenc_ext::embed: sparse=True cannot be traced (torch.compile and torch.export have no sparse gradients)"
             )
         return _embed(
-            weight, input, positions, offset, token_scale, *recipe, batch_first, padding_idx, scale_grad_by_freq, sparse
+            weight, input, positions, offset, token_scale, *recipe, padding_idx, scale_grad_by_freq, sparse
         )
     if _needs_composition():
         return _composed_embed(
-            weight, input, positions, offset, token_scale, recipe, batch_first, padding_idx, scale_grad_by_freq, sparse
+            weight, input, positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse
         )
     if weight.requires_grad and torch.is_grad_enabled():
         return _Embed.apply(  # type: ignore[no-any-return]
-            weight, input, positions, offset, token_scale, recipe, batch_first, padding_idx, scale_grad_by_freq, sparse
+            weight, input, positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse
         )
-    return _embed_fwd(weight, input, positions, offset, token_scale, *recipe, batch_first)
+    return _embed_fwd(weight, input, positions, offset, token_scale, *recipe)
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, input: Tensor, *args: Any) -> Tensor:
-        positions, offset, token_scale, recipe, batch_first, padding_idx, scale_grad_by_freq, sparse = args
+        positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse = args
         ctx.save_for_backward(input)
         ctx.gradient = (weight.shape[0], token_scale, padding_idx, scale_grad_by_freq)
         ctx.sparse = sparse
-        return _embed_fwd(weight, input, positions, offset, token_scale, *recipe, batch_first)
+        return _embed_fwd(weight, input, positions, offset, token_scale, *recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (input,) = ctx.saved_tensors
-        return (_weight_gradient(grad, input, *ctx.gradient, ctx.sparse), *(None,) * 9)
+        return (_weight_gradient(grad, input, *ctx.gradient, ctx.sparse), *(None,) * 8)
 
 
 def _weight_gradient(
@@ -123,7 +122,6 @@ def _composed_embed(
     offset: int,
     token_scale: float,
     recipe: Recipe,
-    batch_first: bool,
     padding_idx: int,
     scale_grad_by_freq: bool,
     sparse: bool,
@@ -132,9 +130,9 @@ def _composed_embed(
     rows = torch.nn.functional.embedding(input, weight, pad, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     scaled = rows.to(wide) * token_scale
-    if recipe[2] != 3:
+    if recipe != NO_WAVES:
         scaled = scaled + _composed_waves(
-            input.shape, weight.shape[1], positions, offset, recipe, batch_first, wide, weight.device
+            input.shape, weight.shape[1], positions, offset, recipe, wide, weight.device
         )
     return scaled.to(weight.dtype)
 
@@ -145,11 +143,11 @@ def _composed_waves(
     positions: Tensor | None,
     offset: int,
     recipe: Recipe,
-    batch_first: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
     """The encoding of a batch of tokens, broadcastable to it."""
+    batch_first = not recipe[1] & SEQUENCE_FIRST
     if positions is None:
         rank = len(token_shape)
         length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
@@ -162,30 +160,30 @@ def _composed_waves(
 
 
 def add_positional_encoding(
-    x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe, batch_first: bool
+    x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe
 ) -> Tensor:
     """X + waves(positions + offset), differentiable in x."""
     if _is_compiling():
-        return _add(x, positions, offset, *recipe, batch_first)  # type: ignore[no-any-return]
+        return _add(x, positions, offset, *recipe)  # type: ignore[no-any-return]
     if _needs_composition():
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        waves = _composed_waves(x.shape[:-1], x.shape[-1], positions, offset, recipe, batch_first, wide, x.device)
+        waves = _composed_waves(x.shape[:-1], x.shape[-1], positions, offset, recipe, wide, x.device)
         return (x.to(wide) + waves).to(x.dtype)
     if x.requires_grad and torch.is_grad_enabled():
-        return _AddPositionalEncoding.apply(x, positions, offset, recipe, batch_first)  # type: ignore[no-any-return]
-    return _add_fwd(x, positions, offset, *recipe, batch_first)  # type: ignore[no-any-return]
+        return _AddPositionalEncoding.apply(x, positions, offset, recipe)  # type: ignore[no-any-return]
+    return _add_fwd(x, positions, offset, *recipe)  # type: ignore[no-any-return]
 
 
 class _AddPositionalEncoding(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe, batch_first: bool
+        ctx: Any, x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe
     ) -> Tensor:
-        return _add_fwd(x, positions, offset, *recipe, batch_first)  # type: ignore[no-any-return]
+        return _add_fwd(x, positions, offset, *recipe)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return grad, None, None, None, None
+        return grad, None, None, None
 
 
 # ---- PE alone --------------------------------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ def _embed_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _embed_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (input,) = ctx.saved_tensors
-    return (_weight_gradient(grad, input, *ctx.gradient), *(None,) * 13)
+    return (_weight_gradient(grad, input, *ctx.gradient), *(None,) * 9)
 
 
 torch.library.register_autograd("posenc_ext::embed", _embed_formula, setup_context=_embed_setup)
@@ -253,7 +251,7 @@ torch.library.register_autograd(
     "posenc_ext::embed_backward_sparse", _backward_sparse_formula, setup_context=_backward_setup
 )
 torch.library.register_autograd(
-    "posenc_ext::add_positional_encoding", lambda ctx, grad: (grad, *(None,) * 8), setup_context=lambda ctx, inputs, output: None
+    "posenc_ext::add_positional_encoding", lambda ctx, grad: (grad, *(None,) * 4), setup_context=lambda ctx, inputs, output: None
 )
 
 

@@ -177,12 +177,40 @@ def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = 
     Raises:
         ValueError: if ``d_model`` or ``base`` is not positive, or a name is unknown.
     """
-    _check_recipe("sinusoid_frequencies", d_model, base, divisor, odd)
+    if d_model <= 0:
+        raise ValueError(f"sinusoid_frequencies: d_model must be positive, got {d_model}")
+    if not base > 0:
+        raise ValueError(f"sinusoid_frequencies: base must be positive, got {base}")
+    if divisor not in _DIVISORS:
+        raise ValueError(f"sinusoid_frequencies: divisor must be one of {_DIVISORS}, got {divisor!r}")
+    if odd not in _ODD_RULES:
+        raise ValueError(f"sinusoid_frequencies: odd must be one of {_ODD_RULES}, got {odd!r}")
     width = d_model + 1 if odd == "round_up" and d_model % 2 else d_model
     sines = d_model // 2 if odd == "zero" else (d_model + 1) // 2
     k = np.arange(sines, dtype=np.float64)
     exponent = -2.0 * k / width if divisor == "d" else -k / max(width // 2 - 1, 1)
     return np.power(np.float64(base), exponent)
+
+
+def wave_columns(d_model: int, layout: str, *, sines: int) -> tuple[slice, slice]:
+    """Which columns of an encoding hold the sines, and which the ``d_model // 2`` cosines, both fastest first.
+
+    Args:
+        d_model: width of the encoding.
+        layout: see `sinusoid_table`.
+        sines: number of sines, the length of `sinusoid_frequencies`. A column that is in neither slice is zero.
+
+    Raises:
+        ValueError: if ``layout`` is unknown.
+    """
+    cosines = d_model // 2
+    if layout == "interleaved":
+        return slice(0, 2 * sines, 2), slice(1, 2 * cosines, 2)
+    if layout == "sin_cos":
+        return slice(0, sines), slice(sines, sines + cosines)
+    if layout == "cos_sin":
+        return slice(cosines, cosines + sines), slice(0, cosines)
+    raise ValueError(f"wave_columns: layout must be one of {_LAYOUTS}, got {layout!r}")
 
 
 def sinusoid_table(
@@ -225,35 +253,11 @@ def sinusoid_table(
     Raises:
         ValueError: if ``d_model`` or ``base`` is not positive, or a name is unknown.
     """
-    _check_recipe("sinusoid_table", d_model, base, divisor, odd)
-    if layout not in _LAYOUTS:
-        raise ValueError(f"sinusoid_table: layout must be one of {_LAYOUTS}, got {layout!r}")
     frequency = sinusoid_frequencies(d_model, base=base, divisor=divisor, odd=odd)
     angle = np.asarray(positions, dtype=np.float64)[..., np.newaxis] * frequency
     sine, cosine = np.sin(angle), np.cos(angle[..., : d_model // 2])
     table = np.zeros((*angle.shape[:-1], d_model))
-    sine_columns, cosine_columns = _columns(d_model, layout, sines=sine.shape[-1])
+    sine_columns, cosine_columns = wave_columns(d_model, layout, sines=sine.shape[-1])
     table[..., sine_columns] = sine
     table[..., cosine_columns] = cosine
     return table
-
-
-def _columns(d_model: int, layout: str, *, sines: int) -> tuple[slice, slice]:
-    """The columns of the sines and those of the ``d_model // 2`` cosines; a column in neither stays zero."""
-    cosines = d_model // 2
-    if layout == "interleaved":
-        return slice(0, 2 * sines, 2), slice(1, 2 * cosines, 2)
-    if layout == "sin_cos":
-        return slice(0, sines), slice(sines, sines + cosines)
-    return slice(cosines, cosines + sines), slice(0, cosines)
-
-
-def _check_recipe(name: str, d_model: int, base: float, divisor: str, odd: str) -> None:
-    if d_model <= 0:
-        raise ValueError(f"{name}: d_model must be positive, got {d_model}")
-    if not base > 0:
-        raise ValueError(f"{name}: base must be positive, got {base}")
-    if divisor not in _DIVISORS:
-        raise ValueError(f"{name}: divisor must be one of {_DIVISORS}, got {divisor!r}")
-    if odd not in _ODD_RULES:
-        raise ValueError(f"{name}: odd must be one of {_ODD_RULES}, got {odd!r}")
