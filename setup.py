@@ -23,10 +23,10 @@ TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10: one build l
 
 
 def find_torch() -> bool:
-    """Whether torch can be imported, perhaps from the environment that this package is being installed into.
+    """Whether torch can be imported, perhaps from the environment this package is being installed into.
 
-    pip builds in an isolated environment but with the same interpreter, whose site-packages torch may already be in. The
-    headers used are ABI-stable, so any torch will do, and several GB of download are saved.
+    pip builds in an isolated environment but with the same interpreter, whose site-packages torch may already be
+    in. The headers used are ABI-stable, so any torch will do, and several GB of download are saved.
     """
     if importlib.util.find_spec("torch") is None:
         sys.path.append(sysconfig.get_path("purelib"))
@@ -61,18 +61,20 @@ def extension() -> dict:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-    sources = ["ops", "python", "frequency", "segments", "cpu/backend", "cpu/kernels_baseline", "cpu/kernels_x86_64_v3", "cpu/kernels_x86_64_v4"]
+    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("**/*.cpp"))
     cuda = cuda_sources()
     debug = os.environ.get("DEBUG") == "1"
     # -ffp-contract=off and no fast-math: results must not depend on what the compiler may fuse.
-    flags = ["-std=c++20", "-O0" if debug else "-O3", "-g" if debug else "-g0", "-ffp-contract=off", "-fno-strict-aliasing", "-fvisibility=hidden"]
+    flags = ["-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-fvisibility=hidden"]
+    flags += ["-O0", "-g"] if debug else ["-O3", "-g0"]
     macros = [("TORCH_TARGET_VERSION", TORCH_TARGET), ("POSENC_TORCH_VERSION", f'"{torch.__version__}"')]
     if cuda:
-        macros += [("POSENC_WITH_CUDA", None), ("USE_CUDA", None), ("POSENC_CUDA_ARCHS", f'"{os.environ["TORCH_CUDA_ARCH_LIST"]}"')]
+        archs = os.environ["TORCH_CUDA_ARCH_LIST"]
+        macros += [("POSENC_WITH_CUDA", None), ("USE_CUDA", None), ("POSENC_CUDA_ARCHS", f'"{archs}"')]
     print(f"posenc_ext: torch {torch.__version__} headers, target {TORCH_TARGET}, flags {' '.join(flags)}")
     module = (CUDAExtension if cuda else CppExtension)(
         "posenc_ext._C",
-        [f"csrc/{name}.cpp" for name in sources] + cuda,
+        sources + cuda,
         include_dirs=[pybind11.get_include()],
         define_macros=macros,
         extra_compile_args={"cxx": flags, "nvcc": ["-O3", "--fmad=false"]} if cuda else {"cxx": flags},

@@ -18,7 +18,8 @@ std::string message(const char* op, const Parts&... parts) {
 }  // namespace posenc
 
 // std::invalid_argument reaches Python as ValueError, std::out_of_range as IndexError.
-#define POSENC_CHECK(condition, op, ...)                                                         \
-  do {                                                                                           \
-    if (!(condition)) [[unlikely]] throw std::invalid_argument(posenc::message(op, __VA_ARGS__)); \
+#define POSENC_CHECK(condition, op, ...)                             \
+  do {                                                               \
+    if (!(condition)) [[unlikely]]                                   \
+      throw std::invalid_argument(posenc::message(op, __VA_ARGS__)); \
   } while (0)

@@ -16,8 +16,8 @@ enum class LayoutKind : int64_t {
 };
 
 enum class OddRule : int64_t {
-  sine = 0,  // the last column is one more sine, of the next frequency
-  zero = 1,  // the last column is zero
+  sine = 0,      // the last column is one more sine, of the next frequency
+  zero = 1,      // the last column is zero
   round_up = 2,  // one more sine, and all frequencies are those of the next even width
 };
 

@@ -31,7 +31,8 @@ void torch_pool(int64_t begin, int64_t end, int64_t grain, ParallelBody body, vo
   torch_parallel_for(begin, end, grain, body, context);
 }
 
-// ---- describing tensors ----------------------------------------------------------------------------------------------
+// ---- describing tensors
+// ----------------------------------------------------------------------------------------------
 
 std::string text(IntHeaderOnlyArrayRef sizes) {
   std::string result = "[";
@@ -49,26 +50,31 @@ Dtype dtype_of(ScalarType type, const char* op, const char* argument) {
     case ScalarType::Half: return Dtype::float16;
     default: break;
   }
-  throw std::invalid_argument(message(op, argument, " must have dtype float32, float64, bfloat16 or float16, got ", text(type)));
+  throw std::invalid_argument(
+      message(op, argument, " must have dtype float32, float64, bfloat16 or float16, got ", text(type)));
 }
 
 Integers integers_of(const Tensor& tensor, const char* op, const char* argument) {
   const ScalarType type = tensor.scalar_type();
-  POSENC_CHECK(type == ScalarType::Long || type == ScalarType::Int, op, argument, " must have dtype int64 or int32, got ", text(type));
+  POSENC_CHECK(type == ScalarType::Long || type == ScalarType::Int, op, argument,
+               " must have dtype int64 or int32, got ", text(type));
   return {tensor.const_data_ptr(), type == ScalarType::Long};
 }
 
 std::string device_text(const Tensor& tensor) {
   int32_t type = 0;
   aoti_torch_get_device_type(tensor.get(), &type);
-  const std::string name = type == aoti_torch_device_type_cpu() ? "cpu" : type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
+  const std::string name = type == aoti_torch_device_type_cpu()    ? "cpu"
+                           : type == aoti_torch_device_type_cuda() ? "cuda"
+                                                                   : "device type " + std::to_string(type);
   return tensor.is_cpu() ? name : name + ":" + std::to_string(tensor.get_device_index());
 }
 
-void check_same_device(const Tensor& tensor, const char* argument, const Tensor& other, const char* other_name, const char* op) {
+void check_same_device(const Tensor& tensor, const char* argument, const Tensor& other, const char* other_name,
+                       const char* op) {
   if (tensor.is_cpu() && other.is_cpu()) return;
-  POSENC_CHECK(device_text(tensor) == device_text(other), op, argument, " must be on the device of ", other_name, " (", device_text(other), "), got ",
-               device_text(tensor));
+  POSENC_CHECK(device_text(tensor) == device_text(other), op, argument, " must be on the device of ", other_name, " (",
+               device_text(other), "), got ", device_text(tensor));
 }
 
 // [first byte, last byte] that a tensor can reach.
@@ -86,7 +92,8 @@ void check_disjoint(const Tensor& out, const Tensor& input, const char* argument
   POSENC_CHECK(a.second < b.first || b.second < a.first, op, "out must not share memory with ", argument);
 }
 
-// ---- the token grid --------------------------------------------------------------------------------------------------
+// ---- the token grid
+// --------------------------------------------------------------------------------------------------
 
 // Token axes `sizes` as a grid: the position runs along the last axis (batch_first) or the first one.
 Grid grid_of(IntHeaderOnlyArrayRef sizes, bool batch_first) {
@@ -102,7 +109,8 @@ Grid grid_of(IntHeaderOnlyArrayRef sizes, bool batch_first) {
 }
 
 // One stride for the axes [first, last), if they can be walked as one.
-std::optional<int64_t> merged_stride(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides, size_t first, size_t last) {
+std::optional<int64_t> merged_stride(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides, size_t first,
+                                     size_t last) {
   std::optional<int64_t> stride;
   int64_t expected = 0;
   for (size_t i = last; i-- > first;) {
@@ -125,7 +133,8 @@ std::optional<GridStrides> grid_strides(const Tensor& tensor, size_t token_dims,
   return GridStrides{*outer, sizes[axis] == 1 ? 0 : strides[axis], *inner};
 }
 
-// ---- allocation ------------------------------------------------------------------------------------------------------
+// ---- allocation
+// ------------------------------------------------------------------------------------------------------
 
 // The C shim: a few hundred nanoseconds less than new_empty, which goes through the dispatcher.
 Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
@@ -140,8 +149,8 @@ Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& l
   aoti_torch_get_device_index(like.get(), &device_index);
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type, device_index, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                         strides.data(), dtype, device_type, device_index, &handle));
   return Tensor(handle);
 }
 
@@ -151,10 +160,11 @@ std::vector<int64_t> with_width(IntHeaderOnlyArrayRef token_sizes, int64_t width
   return sizes;
 }
 
-// ---- the recipe ------------------------------------------------------------------------------------------------------
+// ---- the recipe
+// ------------------------------------------------------------------------------------------------------
 
-// What a call says about its encoding beyond the base: one int, since every further scalar costs a boxed call a tenth of a
-// microsecond. Two bits a field, in the order below, then one bit; posenc_ext/conventions.py writes them.
+// What a call says about its encoding beyond the base: one int, since every further scalar costs a boxed call a tenth
+// of a microsecond. Two bits a field, in the order below, then one bit; posenc_ext/conventions.py writes them.
 struct Recipe {
   double base = 0;
   Divisor divisor = Divisor::d;
@@ -165,7 +175,8 @@ struct Recipe {
 
   Recipe(double base_value, int64_t flags, const char* op) : base(base_value) {
     const auto field = [&](int place) { return (flags >> (2 * place)) & 3; };
-    POSENC_CHECK(flags >= 0 && flags < 512 && field(0) <= 1 && field(2) <= 2 && field(3) <= 1, op, "flags must be those of a Convention, got ", flags);
+    POSENC_CHECK(flags >= 0 && flags < 512 && field(0) <= 1 && field(2) <= 2 && field(3) <= 1, op,
+                 "flags must be those of a Convention, got ", flags);
     POSENC_CHECK(std::isfinite(base) && base >= 1.0, op, "base must be finite and at least 1, got ", base);
     divisor = static_cast<Divisor>(field(0));
     layout = static_cast<LayoutKind>(field(1));
@@ -188,13 +199,14 @@ std::shared_ptr<const FrequencyTable> set_recipe(Waves& waves, const Recipe& rec
 
 // Positions: a tensor with the shape of the token axes (expanded views welcome), or none for the running index.
 // Returns the tensor that params point into.
-std::optional<Tensor> set_positions(Waves& waves, const std::optional<Tensor>& positions, int64_t offset, IntHeaderOnlyArrayRef token_sizes,
-                                    bool batch_first, const Grid& grid, const Tensor& like, const char* like_name, const char* op) {
+std::optional<Tensor> set_positions(Waves& waves, const std::optional<Tensor>& positions, int64_t offset,
+                                    IntHeaderOnlyArrayRef token_sizes, bool batch_first, const Grid& grid,
+                                    const Tensor& like, const char* like_name, const char* op) {
   waves.offset = offset;
   if (!positions) {
     int64_t last = 0;
-    POSENC_CHECK(!__builtin_add_overflow(offset, std::max<int64_t>(grid.seq - 1, 0), &last), op, "offset ", offset, " + length ", grid.seq,
-                 " exceeds the int64 range");
+    POSENC_CHECK(!__builtin_add_overflow(offset, std::max<int64_t>(grid.seq - 1, 0), &last), op, "offset ", offset,
+                 " + length ", grid.seq, " exceeds the int64 range");
     return std::nullopt;
   }
   waves.positions = integers_of(*positions, op, "positions");
@@ -213,28 +225,31 @@ std::optional<Tensor> set_positions(Waves& waves, const std::optional<Tensor>& p
   return used;
 }
 
-// ---- out= ------------------------------------------------------------------------------------------------------------
+// ---- out=
+// ------------------------------------------------------------------------------------------------------------
 
 void set_new_out(ForwardParams& params, Tensor& out, size_t token_dims, bool batch_first) {
   params.out = out.mutable_data_ptr();
   params.out_strides = *grid_strides(out, token_dims, batch_first);
 }
 
-void set_given_out(ForwardParams& params, const Tensor& out, const std::vector<int64_t>& sizes, ScalarType type, bool batch_first, const Tensor& like,
-                   const char* like_name, const char* op) {
+void set_given_out(ForwardParams& params, const Tensor& out, const std::vector<int64_t>& sizes, ScalarType type,
+                   bool batch_first, const Tensor& like, const char* like_name, const char* op) {
   const IntHeaderOnlyArrayRef required(sizes.data(), sizes.size());
   const auto got = out.sizes(), strides = out.strides();
   POSENC_CHECK(out.scalar_type() == type, op, "out must have dtype ", text(type), ", got ", text(out.scalar_type()));
   check_same_device(out, "out", like, like_name, op);
-  POSENC_CHECK(got.size() == required.size() && std::equal(got.begin(), got.end(), required.begin()), op, "out must have shape ", text(required), ", got ",
-               text(got));
+  POSENC_CHECK(got.size() == required.size() && std::equal(got.begin(), got.end(), required.begin()), op,
+               "out must have shape ", text(required), ", got ", text(got));
   const size_t token_dims = sizes.size() - 1;
-  POSENC_CHECK(got[token_dims] == 1 || strides[token_dims] == 1, op, "out must have contiguous columns (stride 1 in its last axis), got strides ",
-               text(strides));
+  POSENC_CHECK(got[token_dims] == 1 || strides[token_dims] == 1, op,
+               "out must have contiguous columns (stride 1 in its last axis), got strides ", text(strides));
   for (size_t i = 0; i < token_dims; ++i)
-    POSENC_CHECK(got[i] <= 1 || strides[i] >= sizes.back(), op, "out must not overlap itself, got strides ", text(strides));
+    POSENC_CHECK(got[i] <= 1 || strides[i] >= sizes.back(), op, "out must not overlap itself, got strides ",
+                 text(strides));
   const auto merged = grid_strides(out, token_dims, batch_first);
-  POSENC_CHECK(merged, op, "the batch axes of out must be walkable with one stride, got shape ", text(got), " with strides ", text(strides));
+  POSENC_CHECK(merged, op, "the batch axes of out must be walkable with one stride, got shape ", text(got),
+               " with strides ", text(strides));
   params.out = out.mutable_data_ptr();
   params.out_strides = *merged;
 }
@@ -244,16 +259,19 @@ void run_forward(const ForwardParams& params) {
   cpu::forward(params, torch_pool);
 }
 
-// ---- ids -------------------------------------------------------------------------------------------------------------
+// ---- ids
+// -------------------------------------------------------------------------------------------------------------
 
-[[noreturn]] void throw_bad_id(const Integers& ids, int64_t place, IntHeaderOnlyArrayRef sizes, int64_t rows, const char* op) {
+[[noreturn]] void throw_bad_id(const Integers& ids, int64_t place, IntHeaderOnlyArrayRef sizes, int64_t rows,
+                               const char* op) {
   std::string index;
   int64_t rest = place;
   for (size_t i = sizes.size(); i-- > 0;) {
     index = std::to_string(rest % sizes[i]) + (index.empty() ? "" : ", ") + index;
     rest /= sizes[i];
   }
-  throw std::out_of_range(message(op, "input must hold ids in [0, ", rows, "), got ", ids[place], " at input[", index, "]"));
+  throw std::out_of_range(
+      message(op, "input must hold ids in [0, ", rows, "), got ", ids[place], " at input[", index, "]"));
 }
 
 // The ids as one contiguous run over the grid; `held` keeps a copy alive where one was needed.
@@ -266,20 +284,23 @@ Integers checked_ids(const Tensor& input, int64_t rows, Tensor& held, const char
   return ids;
 }
 
-// ---- embed -----------------------------------------------------------------------------------------------------------
+// ---- embed
+// -----------------------------------------------------------------------------------------------------------
 
-Tensor embed_into(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions, int64_t offset, double token_scale,
-                  const Recipe& recipe, const Tensor* out, const char* op) {
+Tensor embed_into(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions, int64_t offset,
+                  double token_scale, const Recipe& recipe, const Tensor* out, const char* op) {
   const bool batch_first = recipe.batch_first;
   ForwardParams params;
   params.dtype = dtype_of(weight.scalar_type(), op, "weight");
   params.source = Source::gathered;
-  POSENC_CHECK(weight.dim() == 2, op, "weight must have 2 dimensions [vocab_size, d_model], got shape ", text(weight.sizes()));
+  POSENC_CHECK(weight.dim() == 2, op, "weight must have 2 dimensions [vocab_size, d_model], got shape ",
+               text(weight.sizes()));
   check_same_device(input, "input", weight, "weight", op);
   const int64_t rows = weight.size(0), width = weight.size(1);
   const auto table = set_recipe(params.waves, recipe, width, op);
   params.grid = grid_of(input.sizes(), batch_first);
-  const auto held_positions = set_positions(params.waves, positions, offset, input.sizes(), batch_first, params.grid, weight, "weight", op);
+  const auto held_positions =
+      set_positions(params.waves, positions, offset, input.sizes(), batch_first, params.grid, weight, "weight", op);
   params.token_scale = token_scale;
   params.base = weight.const_data_ptr();
   params.row_stride = weight.stride(0);
@@ -299,19 +320,19 @@ Tensor embed_into(const Tensor& weight, const Tensor& input, const std::optional
   return result;
 }
 
-Tensor embed_fwd(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base,
-                 int64_t flags) {
+Tensor embed_fwd(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
+                 double base, int64_t flags) {
   return embed_into(weight, input, positions, offset, token_scale, {base, flags, "embed"}, nullptr, "embed");
 }
 
-Tensor embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base, int64_t flags,
-             int64_t padding_idx, bool scale_grad_by_freq, bool sparse) {
+Tensor embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
+             double base, int64_t flags, int64_t padding_idx, bool scale_grad_by_freq, bool sparse) {
   (void)padding_idx, (void)scale_grad_by_freq, (void)sparse;  // they shape the gradient only
   return embed_into(weight, input, positions, offset, token_scale, {base, flags, "embed"}, nullptr, "embed");
 }
 
-void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale, double base,
-               int64_t flags, Tensor out) {
+void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
+               double base, int64_t flags, Tensor out) {
   embed_into(weight, input, positions, offset, token_scale, {base, flags, "embed"}, &out, "embed");
 }
 
@@ -320,7 +341,8 @@ void check_ids(Tensor input, int64_t num_weights) {
   checked_ids(input, num_weights, held, "embed");
 }
 
-// ---- the weight gradient ---------------------------------------------------------------------------------------------
+// ---- the weight gradient
+// ---------------------------------------------------------------------------------------------
 
 // One stride from token to token over all leading axes of grad, or nothing.
 std::optional<int64_t> token_stride(const Tensor& grad) {
@@ -333,18 +355,20 @@ struct Gradient {
   Tensor grad;  // as the kernel reads it
 };
 
-Gradient sorted_gradient(const Tensor& grad, const Tensor& input, int64_t num_weights, double token_scale, int64_t padding_idx, bool scale_grad_by_freq,
-                         const char* op) {
+Gradient sorted_gradient(const Tensor& grad, const Tensor& input, int64_t num_weights, double token_scale,
+                         int64_t padding_idx, bool scale_grad_by_freq, const char* op) {
   Gradient result{{}, {}, grad};
   BackwardParams& params = result.params;
   params.dtype = dtype_of(grad.scalar_type(), op, "grad");
   POSENC_CHECK(num_weights >= 0, op, "num_weights must not be negative, got ", num_weights);
-  POSENC_CHECK(padding_idx < num_weights || padding_idx < 0, op, "padding_idx must be below num_weights (", num_weights, "), got ", padding_idx);
+  POSENC_CHECK(padding_idx < num_weights || padding_idx < 0, op, "padding_idx must be below num_weights (", num_weights,
+               "), got ", padding_idx);
   integers_of(input, op, "input");
   check_same_device(input, "input", grad, "grad", op);
   const auto sizes = grad.sizes(), token_sizes = input.sizes();
-  POSENC_CHECK(sizes.size() == token_sizes.size() + 1 && std::equal(token_sizes.begin(), token_sizes.end(), sizes.begin()), op,
-               "grad must have the shape of input ", text(token_sizes), " and one axis more, got ", text(sizes));
+  POSENC_CHECK(
+      sizes.size() == token_sizes.size() + 1 && std::equal(token_sizes.begin(), token_sizes.end(), sizes.begin()), op,
+      "grad must have the shape of input ", text(token_sizes), " and one axis more, got ", text(sizes));
   params.width = sizes[sizes.size() - 1];
   POSENC_CHECK(params.width >= 1, op, "the width (last axis) of grad must be positive, got ", params.width);
   Tensor held = input;
@@ -363,8 +387,10 @@ Gradient sorted_gradient(const Tensor& grad, const Tensor& input, int64_t num_we
   return result;
 }
 
-Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx, bool scale_grad_by_freq) {
-  Gradient gradient = sorted_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward");
+Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx,
+                      bool scale_grad_by_freq) {
+  Gradient gradient =
+      sorted_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward");
   BackwardParams& params = gradient.params;
   Tensor out = empty({num_weights, params.width}, grad.scalar_type(), grad);
   params.runs = gradient.runs.view();
@@ -374,9 +400,10 @@ Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double tok
   return out;
 }
 
-std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx,
-                                                 bool scale_grad_by_freq) {
-  Gradient gradient = sorted_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward_sparse");
+std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int64_t num_weights, double token_scale,
+                                                 int64_t padding_idx, bool scale_grad_by_freq) {
+  Gradient gradient =
+      sorted_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward_sparse");
   BackwardParams& params = gradient.params;
   SortedRuns& runs = gradient.runs;
   const int64_t count = static_cast<int64_t>(runs.row.size());
@@ -391,10 +418,11 @@ std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int6
   return {rows, values};
 }
 
-// ---- x + PE ----------------------------------------------------------------------------------------------------------
+// ---- x + PE
+// ----------------------------------------------------------------------------------------------------------
 
-Tensor add_into(const Tensor& x, const std::optional<Tensor>& positions, int64_t offset, const Recipe& recipe, const Tensor* out,
-                const char* op) {
+Tensor add_into(const Tensor& x, const std::optional<Tensor>& positions, int64_t offset, const Recipe& recipe,
+                const Tensor* out, const char* op) {
   const bool batch_first = recipe.batch_first;
   ForwardParams params;
   params.dtype = dtype_of(x.scalar_type(), op, "x");
@@ -406,11 +434,13 @@ Tensor add_into(const Tensor& x, const std::optional<Tensor>& positions, int64_t
   const int64_t width = sizes[token_dims];
   const auto table = set_recipe(params.waves, recipe, width, op);
   params.grid = grid_of(token_sizes, batch_first);
-  const auto held_positions = set_positions(params.waves, positions, offset, token_sizes, batch_first, params.grid, x, "x", op);
+  const auto held_positions =
+      set_positions(params.waves, positions, offset, token_sizes, batch_first, params.grid, x, "x", op);
   if (out != nullptr) {
     set_given_out(params, *out, {sizes.begin(), sizes.end()}, x.scalar_type(), batch_first, x, "x", op);
     const auto strides = x.strides(), out_strides = out->strides();
-    const bool in_place = x.const_data_ptr() == out->const_data_ptr() && std::equal(strides.begin(), strides.end(), out_strides.begin());
+    const bool in_place =
+        x.const_data_ptr() == out->const_data_ptr() && std::equal(strides.begin(), strides.end(), out_strides.begin());
     if (!in_place) check_disjoint(*out, x, "x (unless it is x)", op);
     if (positions) check_disjoint(*out, *positions, "positions", op);
   }
@@ -438,16 +468,19 @@ void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int6
   add_into(x, positions, offset, {base, flags, "add_positional_encoding"}, &out, "add_positional_encoding");
 }
 
-// ---- PE alone --------------------------------------------------------------------------------------------------------
+// ---- PE alone
+// --------------------------------------------------------------------------------------------------------
 
-Tensor encode_into(const Tensor& positions, int64_t d_model, int64_t offset, const Recipe& recipe, ScalarType type, const Tensor* out, const char* op) {
+Tensor encode_into(const Tensor& positions, int64_t d_model, int64_t offset, const Recipe& recipe, ScalarType type,
+                   const Tensor* out, const char* op) {
   ForwardParams params;
   params.dtype = dtype_of(type, op, out != nullptr ? "out" : "dtype");
   params.source = Source::none;
   const auto table = set_recipe(params.waves, recipe, d_model, op);
   const auto token_sizes = positions.sizes();
   params.grid = grid_of(token_sizes, true);
-  const auto held = set_positions(params.waves, positions, offset, token_sizes, true, params.grid, positions, "positions", op);
+  const auto held =
+      set_positions(params.waves, positions, offset, token_sizes, true, params.grid, positions, "positions", op);
   const auto sizes = with_width(token_sizes, d_model);
   if (out != nullptr) {
     set_given_out(params, *out, sizes, type, true, positions, "positions", op);
@@ -459,42 +492,59 @@ Tensor encode_into(const Tensor& positions, int64_t d_model, int64_t offset, con
   return result;
 }
 
-Tensor positional_encoding(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags, ScalarType dtype) {
-  return encode_into(positions, d_model, offset, {base, flags, "positional_encoding"}, dtype, nullptr, "positional_encoding");
+Tensor positional_encoding(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags,
+                           ScalarType dtype) {
+  return encode_into(positions, d_model, offset, {base, flags, "positional_encoding"}, dtype, nullptr,
+                     "positional_encoding");
 }
 
-void positional_encoding_out(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags, Tensor out) {
-  encode_into(positions, d_model, offset, {base, flags, "positional_encoding"}, out.scalar_type(), &out, "positional_encoding");
+void positional_encoding_out(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags,
+                             Tensor out) {
+  encode_into(positions, d_model, offset, {base, flags, "positional_encoding"}, out.scalar_type(), &out,
+              "positional_encoding");
 }
 
 }  // namespace
 
-// Every op takes the recipe as scalars (base and flags, see Recipe), so a compiled or exported graph holds no table and no
-// frequencies; new fields are new bits, and new arguments are appended with defaults.
+// Every op takes the recipe as scalars (base and flags, see Recipe), so a compiled or exported graph holds no table and
+// no frequencies; new fields are new bits, and new arguments are appended with defaults.
 //   positions   None for the running index, or an integer tensor of the shape of the tokens
 //   offset      added to either
 // Ops named *_fwd and *_bwd are raw; the public names carry autograd formulas (posenc_ext/ops.py).
 STABLE_TORCH_LIBRARY(posenc_ext, m) {
-  m.def("embed(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, "
-        "float base, int flags, int padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor");
-  m.def("_embed_fwd(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, float base, int flags) -> Tensor");
-  m.def("embed_out(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, "
-        "float base, int flags, Tensor(a!) out) -> ()");
+  m.def(
+      "embed(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, "
+      "float base, int flags, int padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor");
+  m.def(
+      "_embed_fwd(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, float base, int "
+      "flags) -> Tensor");
+  m.def(
+      "embed_out(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, "
+      "float base, int flags, Tensor(a!) out) -> ()");
   m.def("check_ids(Tensor input, SymInt num_weights) -> ()");
   for (const char* name : {"embed_backward", "_embed_bwd"}) {
-    m.def((std::string(name) + "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool scale_grad_by_freq) -> Tensor").c_str());
+    m.def((std::string(name) + "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, "
+                               "bool scale_grad_by_freq) -> Tensor")
+              .c_str());
   }
   for (const char* name : {"embed_backward_sparse", "_embed_bwd_sparse"}) {
-    m.def((std::string(name) +
-           "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool scale_grad_by_freq) -> (Tensor rows, Tensor values)")
+    m.def((std::string(name) + "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, "
+                               "bool scale_grad_by_freq) -> (Tensor rows, Tensor values)")
               .c_str());
   }
   for (const char* name : {"add_positional_encoding", "_add_positional_encoding_fwd"}) {
-    m.def((std::string(name) + "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor").c_str());
+    m.def(
+        (std::string(name) + "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor").c_str());
   }
-  m.def("add_positional_encoding_out(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
-  m.def("positional_encoding(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
-  m.def("positional_encoding_out(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
+  m.def(
+      "add_positional_encoding_out(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) "
+      "-> ()");
+  m.def(
+      "positional_encoding(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) "
+      "-> Tensor");
+  m.def(
+      "positional_encoding_out(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, Tensor(a!) out) "
+      "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) {

@@ -36,19 +36,21 @@ struct Integers {
 // The recipe's angular frequencies for one width, in both precisions; `pairs` entries each, memory of the backend.
 struct Frequencies {
   int64_t pairs = 0;
-  const uint32_t* turns[4] = {};      // exact: bits of w / 2pi, most significant word first
-  const float* angular = nullptr;     // reference: w as an fp32 table builder forms it
+  const uint32_t* turns[4] = {};   // exact: bits of w / 2pi, most significant word first
+  const float* angular = nullptr;  // reference: w as an fp32 table builder forms it
 };
 
 struct Waves {
   Layout layout;
   Precision precision = Precision::exact;
   Frequencies frequencies;
-  Integers positions;             // data == nullptr: the running index along seq
+  Integers positions;  // data == nullptr: the running index along seq
   GridStrides position_strides;
-  int64_t offset = 0;             // added to either
+  int64_t offset = 0;  // added to either
   // One position for all tokens of a step of seq: its waves are computed once and serve them all.
-  bool shared() const { return positions.data == nullptr || (position_strides.outer == 0 && position_strides.inner == 0); }
+  bool shared() const {
+    return positions.data == nullptr || (position_strides.outer == 0 && position_strides.inner == 0);
+  }
 };
 
 enum class Source { gathered, dense, none };
@@ -58,13 +60,13 @@ struct ForwardParams {
   Waves waves;
   Dtype dtype = Dtype::float32;
   Source source = Source::none;
-  const void* base = nullptr;     // gathered: the table; dense: the activations
-  Integers ids;                   // gathered: one per token, contiguous over the grid
-  int64_t row_stride = 0;         // gathered: from one row of the table to the next
-  GridStrides base_strides;       // dense
-  int64_t column_stride = 1;      // of the base term
+  const void* base = nullptr;  // gathered: the table; dense: the activations
+  Integers ids;                // gathered: one per token, contiguous over the grid
+  int64_t row_stride = 0;      // gathered: from one row of the table to the next
+  GridStrides base_strides;    // dense
+  int64_t column_stride = 1;   // of the base term
   void* out = nullptr;
-  GridStrides out_strides;        // its columns are contiguous
+  GridStrides out_strides;  // its columns are contiguous
   double token_scale = 1.0;
 };
 
@@ -81,12 +83,12 @@ struct BackwardParams {
   Runs runs;
   Dtype dtype = Dtype::float32;
   const void* grad = nullptr;
-  int64_t token_stride = 0;       // of grad
+  int64_t token_stride = 0;  // of grad
   int64_t column_stride = 1;
   int64_t width = 0;
-  int64_t rows = 0;               // of out; those without a run are set to zero
+  int64_t rows = 0;  // of out; those without a run are set to zero
   bool scale_by_frequency = false;
-  void* out = nullptr;            // contiguous
+  void* out = nullptr;  // contiguous
   double token_scale = 1.0;
 };
 

@@ -56,7 +56,8 @@ py::tuple sincos_of_angles(const Array<float>& angles) {
 py::dict frequency_table(double base, int64_t divisor, int64_t width, int64_t pairs) {
   const auto table = frequencies(base, static_cast<Divisor>(divisor), width, pairs);
   Array<uint32_t> turns({py::ssize_t{4}, static_cast<py::ssize_t>(pairs)});
-  for (int word = 0; word < 4; ++word) std::copy_n(table->turns[word].begin(), pairs, turns.mutable_data() + word * pairs);
+  for (int word = 0; word < 4; ++word)
+    std::copy_n(table->turns[word].begin(), pairs, turns.mutable_data() + word * pairs);
   Array<float> angular(pairs);
   std::copy_n(table->angular.begin(), pairs, angular.mutable_data());
   py::dict result;
@@ -65,8 +66,9 @@ py::dict frequency_table(double base, int64_t divisor, int64_t width, int64_t pa
   return result;
 }
 
-void embed_raw(uintptr_t weight, uintptr_t ids, uintptr_t out, int64_t batch, int64_t length, int64_t width, int64_t dtype, int64_t offset,
-               double token_scale, double base, int64_t divisor, int64_t layout, int64_t odd, int64_t precision) {
+void embed_raw(uintptr_t weight, uintptr_t ids, uintptr_t out, int64_t batch, int64_t length, int64_t width,
+               int64_t dtype, int64_t offset, double token_scale, double base, int64_t divisor, int64_t layout,
+               int64_t odd, int64_t precision) {
   ForwardParams params;
   params.grid = {batch, length, 1};
   params.dtype = static_cast<Dtype>(dtype);
@@ -104,23 +106,31 @@ py::dict build_info() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled half of posenc_ext: build information, choice of instruction set, raw kernels.";
   m.def("build_info", &build_info, "What this library was built with.");
-  m.def("available_isas", &cpu::available_isas, "CPU instruction sets of this build that this machine can run, best first.");
+  m.def("available_isas", &cpu::available_isas,
+        "CPU instruction sets of this build that this machine can run, best first.");
   m.def("active_isa", &cpu::active_isa, "The instruction set in use.");
   m.def(
       "force_isa",
       [](const std::string& name) {
-        if (!cpu::force_isa(name)) throw std::invalid_argument("posenc_ext._C.force_isa: name must be one of available_isas(), got '" + name + "'");
+        if (!cpu::force_isa(name))
+          throw std::invalid_argument("posenc_ext._C.force_isa: name must be one of available_isas(), got '" + name +
+                                      "'");
       },
       py::arg("name"), "Use one of available_isas() from now on, process-wide. Results do not depend on it.");
   m.def("frequency_table", &frequency_table, py::arg("base"), py::arg("divisor"), py::arg("width"), py::arg("pairs"),
-        "The frequencies of a recipe: 'turns' uint32 [4, pairs], the bits of w / 2pi; 'angular' float32 [pairs], w of precision reference.");
-  m.def("sincos_of_phase32", &sincos_of_phases<uint32_t>, py::arg("phases"), "(sin, cos) float32 of 2pi * phases / 2^32.");
-  m.def("sincos_of_phase64", &sincos_of_phases<uint64_t>, py::arg("phases"), "(sin, cos) float64 of 2pi * phases / 2^64.");
-  m.def("sincos_of_angle", &sincos_of_angles, py::arg("angles"), "(sin, cos) float32 of non-negative float32 angles in radians, below 2^87.");
-  m.def("embed_raw", &embed_raw, py::arg("weight"), py::arg("ids"), py::arg("out"), py::arg("batch"), py::arg("length"), py::arg("width"),
-        py::arg("dtype"), py::arg("offset"), py::arg("token_scale"), py::arg("base"), py::arg("divisor"), py::arg("layout"), py::arg("odd"),
-        py::arg("precision"),
-        "The forward kernel on one thread, on raw addresses of contiguous buffers, int64 ids; nothing is checked. dtype: 0 float32, 1 float64, "
+        "The frequencies of a recipe: 'turns' uint32 [4, pairs], the bits of w / 2pi; 'angular' float32 [pairs], w of "
+        "precision reference.");
+  m.def("sincos_of_phase32", &sincos_of_phases<uint32_t>, py::arg("phases"),
+        "(sin, cos) float32 of 2pi * phases / 2^32.");
+  m.def("sincos_of_phase64", &sincos_of_phases<uint64_t>, py::arg("phases"),
+        "(sin, cos) float64 of 2pi * phases / 2^64.");
+  m.def("sincos_of_angle", &sincos_of_angles, py::arg("angles"),
+        "(sin, cos) float32 of non-negative float32 angles in radians, below 2^87.");
+  m.def("embed_raw", &embed_raw, py::arg("weight"), py::arg("ids"), py::arg("out"), py::arg("batch"), py::arg("length"),
+        py::arg("width"), py::arg("dtype"), py::arg("offset"), py::arg("token_scale"), py::arg("base"),
+        py::arg("divisor"), py::arg("layout"), py::arg("odd"), py::arg("precision"),
+        "The forward kernel on one thread, on raw addresses of contiguous buffers, int64 ids; nothing is checked. "
+        "dtype: 0 float32, 1 float64, "
         "2 bfloat16, 3 float16. For microbenchmarks.");
 }
 

@@ -65,7 +65,8 @@ POSENC_HD float fused(float a, float b, float c) {
   const double c_part = sum - product;
   const double error = (product - (sum - c_part)) + (c - c_part);
   const uint64_t bits = bit_cast<uint64_t>(sum);
-  const uint64_t to_odd = (error != 0.0 && (bits & 1) == 0) ? ((error > 0.0) == (sum > 0.0) ? uint64_t{1} : ~uint64_t{0}) : 0;
+  const uint64_t to_odd =
+      (error != 0.0 && (bits & 1) == 0) ? ((error > 0.0) == (sum > 0.0) ? uint64_t{1} : ~uint64_t{0}) : 0;
   return static_cast<float>(bit_cast<double>(bits + to_odd));
 #endif
 }
@@ -75,8 +76,8 @@ struct SinCos {
   Real sin, cos;
 };
 
-// What follows is written once for a single value and for a vector of them (cpu/vector.inl): Uint is uint32_t or a vector
-// of uint32_t, Lane<Uint> names its partners, and operators and ?: work on both.
+// What follows is written once for a single value and for a vector of them (cpu/vector.inl): Uint is uint32_t or a
+// vector of uint32_t, Lane<Uint> names its partners, and operators and ?: work on both.
 template <class Uint>
 struct Lane;
 
@@ -175,10 +176,12 @@ POSENC_HD uint64_t exact_phase64(uint64_t p, const Turns& turns) {
 }
 
 // 1 / 2pi = 0.28BE60DB9391054A7F09D5F47D4D3770 in base 16.
-constexpr uint32_t kInverseTwoPi0 = 0x28BE60DBu, kInverseTwoPi1 = 0x9391054Au, kInverseTwoPi2 = 0x7F09D5F4u, kInverseTwoPi3 = 0x7D4D3770u;
+constexpr uint32_t kInverseTwoPi0 = 0x28BE60DBu, kInverseTwoPi1 = 0x9391054Au, kInverseTwoPi2 = 0x7F09D5F4u,
+                   kInverseTwoPi3 = 0x7D4D3770u;
 
-// reference, for an fp32 angle in [0, kShortAngle): angle / (pi/2) as the sum t + rest, whose nearest whole number is found
-// by adding 1.5 * 2^23: floats are integers there, and the low bits of the sum are the number. t without it is exact.
+// reference, for an fp32 angle in [0, kShortAngle): angle / (pi/2) as the sum t + rest, whose nearest whole number is
+// found by adding 1.5 * 2^23: floats are integers there, and the low bits of the sum are the number. t without it is
+// exact.
 constexpr float kShortAngle = 262144.0f;  // 2^18; there rest is still good for 2^-31
 
 template <class Uint>
@@ -193,8 +196,8 @@ POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_short_angle(typename Lane
   return sincos_of_rest<Uint>(x, bit_cast<Uint>(whole) << 30);
 }
 
-// reference, for an fp32 angle in [0, 2^24): its significand m (24 bits, angle = m * 2^-shift) times 1 / 2pi gives 56 bits
-// [high][low], 32 of them behind the point; a shift of the pair leaves the phase in the low word.
+// reference, for an fp32 angle in [0, 2^24): its significand m (24 bits, angle = m * 2^-shift) times 1 / 2pi gives 56
+// bits [high][low], 32 of them behind the point; a shift of the pair leaves the phase in the low word.
 template <class Uint>
 POSENC_HD Uint angle_phase32(typename Lane<Uint>::Float angle, Uint inverse0, Uint inverse1) {
   using L = Lane<Uint>;
@@ -242,7 +245,7 @@ POSENC_HD uint64_t wide_angle_phase64(float angle) {
   }
   const uint32_t shift = 150u - (bits >> 23);
   const uint64_t high = inverse_two_pi_window(0);
-  const uint64_t fraction = m * high + high_product(m, low);      // low 64 bits of floor(m / 2pi * 2^64)
+  const uint64_t fraction = m * high + high_product(m, low);             // low 64 bits of floor(m / 2pi * 2^64)
   const uint64_t whole = high_product(m, high) + (fraction < m * high);  // and the bits above them
   if (shift == 0) return fraction;
   if (shift < 64) return (fraction >> shift) | (whole << (64 - shift));

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from posenc_ext import ops
 from posenc_ext.conventions import CONVENTIONS, Convention
 
-# Names under which projects save a table of encodings: the Annotated Transformer and ESPnet; PyTorch's tutorials; fairseq
-# and old M2M100; NeMo; Whisper; CTranslate2.
+# Names under which projects save a table of encodings: the Annotated Transformer and ESPnet; PyTorch's tutorials;
+# fairseq and old M2M100; NeMo; Whisper; CTranslate2.
 TABLE_KEYS = ("pe", "pos_embedding", "weights", "pos_enc", "positional_embedding", "encodings")
 # Saved beside a table, and empty of information: fairseq's dtype marker.
 MARKER_KEYS = ("_float_tensor",)
@@ -63,6 +63,6 @@ def consume_tables(
         rows = table.reshape(-1, width)
         if not rows.is_meta and not matches(rows, convention):
             errors.append(
-                f"posenc_ext.{owner}: the table {key!r} in the checkpoint is not that of convention {convention.name!r}: "
-                f"{recognise(rows)}. Construct the module with the convention that the model was trained with"
+                f"posenc_ext.{owner}: the table {key!r} in the checkpoint is not that of convention "
+                f"{convention.name!r}: {recognise(rows)}. Construct the module with the convention that the model was trained with"
             )

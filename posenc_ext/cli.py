@@ -386,7 +386,8 @@ def _draw_waves(figure: Figure, table: reference.FloatArray, convention: Convent
     panels = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
     # The wave itself is drawn thin; what the table holds of it are the dots.
     fine = np.linspace(positions[0], positions[-1], 2000)
-    dots = {"linestyle": "none", "marker": ".", "markersize": float(np.clip(600 / length, 1.5, 6))}
+    dot = float(np.clip(600 / length, 1.5, 6))
+    dots: dict[str, Any] = {"linestyle": "none", "marker": ".", "markersize": dot}
     for axes, (wavelength, sine, cosine) in zip(panels, chosen, strict=True):
         angle = 2 * math.pi * fine / wavelength
         for column, wave, name, color in (
@@ -398,7 +399,7 @@ def _draw_waves(figure: Figure, table: reference.FloatArray, convention: Convent
                 axes.plot(positions, table[:, column], color=color, label=f"column {column}, {name}", **dots)
         axes.set(ylim=(-1.15, 1.15), yticks=(-1, 0, 1))
         axes.set_title(f"one turn in {wavelength:,.1f} positions", fontsize="medium", loc="left")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, markerscale=6 / dot)
         _tidy(axes)
     margin = 0.01 * length
     panels[-1].set(xlabel="position", xlim=(positions[0] - margin, positions[-1] + margin))

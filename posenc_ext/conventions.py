@@ -35,8 +35,8 @@ class Convention:
         odd: what the last column of an odd width holds: `"sine"`, one more sine; `"zero"`; `"round_up"`, one more sine
             with the frequencies of width D + 1.
         first_position: the position of the first token when the index runs by itself.
-        precision: `"reference"`, the angle is the fp32 product of fp32 position and fp32 frequency, as fp32 tables form it;
-            `"exact"`, the angle is carried in fixed point and right to about 1e-7 at every int64 position.
+        precision: `"reference"`, the angle is the fp32 product of fp32 position and fp32 frequency, as fp32 tables form
+            it; `"exact"`, the angle is carried in fixed point and right to about 1e-7 at every int64 position.
         name: for messages.
     """
 
@@ -77,7 +77,7 @@ def _choice(argument: str, value: str, allowed: dict[str, int]) -> int:
 CONVENTIONS: dict[str, Convention] = {
     c.name: c
     for c in (
-        # The paper's form: The Annotated Transformer, PyTorch's examples and tutorials, ESPnet, SpeechBrain, OpenNMT-py.
+        # The paper's form: The Annotated Transformer, PyTorch's tutorials, ESPnet, SpeechBrain, OpenNMT-py.
         Convention(name="vaswani"),
         # tensor2tensor, fairseq2, NLLB, Whisper's encoder: sines then cosines, the last wavelength is exactly base.
         Convention(name="tensor2tensor", divisor="half_minus_1", layout="sin_cos", odd="zero"),

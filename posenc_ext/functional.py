@@ -1,9 +1,10 @@
 """The functional forms: one pass over memory, no table.
 
 Positions. Without `positions` a token's position is its index along the sequence axis, from the convention's first
-position; the sequence axis is the last token axis (batch-first) or the first one (`batch_first=False`). `offset` is added
-to every position: the length of the cache, in a decoder. `positions` gives them explicitly: integers, broadcastable to
-the token axes, or 1-D along the sequence axis; negative ones are welcome, sin(-p) = -sin(p) and cos(-p) = cos(p) exactly.
+position; the sequence axis is the last token axis (batch-first) or the first one (`batch_first=False`). `offset` is
+added to every position: the length of the cache, in a decoder. `positions` gives them explicitly: integers,
+broadcastable to the token axes, or 1-D along the sequence axis; negative ones are welcome, sin(-p) = -sin(p) and
+cos(-p) = cos(p) exactly.
 """
 
 from __future__ import annotations
@@ -146,9 +147,7 @@ def _embed(
         _refuse_gradient("embed", "weight", weight)
         torch.ops.posenc_ext.embed_out(weight, input, positions, offset, token_scale, *recipe, out)
         return out
-    return ops.embed(
-        weight, input, positions, offset, token_scale, recipe, pad, scale_grad_by_freq, sparse
-    )
+    return ops.embed(weight, input, positions, offset, token_scale, recipe, pad, scale_grad_by_freq, sparse)
 
 
 def add_positional_encoding(
@@ -164,8 +163,8 @@ def add_positional_encoding(
     """`x + PE` in one pass, without a table.
 
     Args:
-        x: activations [..., length, d_model] (batch-first) or [length, ..., d_model], float32, float64, bfloat16, float16.
-        offset, positions, convention, precision, batch_first: as in `embed`; the token axes are all but the last of `x`.
+        x: activations [..., length, d_model] (batch-first) or [length, ..., d_model], in the dtypes of `embed`.
+        offset, positions, convention, precision, batch_first: as in `embed`; the last axis of `x` is no token axis.
         out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
 
     Returns:
@@ -221,13 +220,11 @@ def positional_encoding(
         positions = positions_or_length
         if device is not None and torch.device(device) != positions.device:
             raise ValueError(
-                f"posenc_ext::positional_encoding: device must be that of the positions ({positions.device}), got {device}"
+                f"posenc_ext::positional_encoding: device must be that of positions ({positions.device}), got {device}"
             )
     else:
         if positions_or_length < 0:
-            raise ValueError(
-                f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}"
-            )
+            raise ValueError(f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}")
         positions = torch.arange(positions_or_length, device=device)
         offset = offset + chosen.first_position
     recipe = chosen.recipe(precision)
@@ -271,16 +268,14 @@ def _spread(positions: Tensor, token_shape: torch.Size, batch_first: bool, op: s
         return positions.expand(token_shape)
     except RuntimeError:
         raise ValueError(
-            f"posenc_ext::{op}: positions must be broadcastable to the tokens {list(token_shape)}, or 1-D along the sequence, "
-            f"got shape {list(given.shape)}"
+            f"posenc_ext::{op}: positions must be broadcastable to the tokens {list(token_shape)}, or 1-D along the "
+            f"sequence, got shape {list(given.shape)}"
         ) from None
 
 
 def _row_of(padding_idx: int, vocab_size: int) -> int:
     if not -vocab_size <= padding_idx < vocab_size:
-        raise ValueError(
-            f"posenc_ext::embed: padding_idx must lie in [{-vocab_size}, {vocab_size}), got {padding_idx}"
-        )
+        raise ValueError(f"posenc_ext::embed: padding_idx must lie in [{-vocab_size}, {vocab_size}), got {padding_idx}")
     return padding_idx + vocab_size if padding_idx < 0 else padding_idx
 
 

@@ -50,7 +50,7 @@ class Embeddings(nn.Module):
         padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: as in `nn.Embedding`.
 
     Attributes:
-        lut: the `nn.Embedding` that holds the weight, and its options; initialised with the numbers `nn.Embedding` draws.
+        lut: the `nn.Embedding` that holds the weight and its options, initialised as ever.
         token_scale: sqrt(d_model), a Python float: `F.embedding(x, m.lut.weight) * m.token_scale` is `m(x)`.
 
     Raises:
@@ -176,8 +176,8 @@ class PositionalEncoding(nn.Module):
     def extra_repr(self) -> str:
         """The recipe."""
         return (
-            f"{self.d_model}, max_len={self.max_len}, convention={self.convention.name!r}, precision={self.precision!r}, "
-            f"dropout={self.dropout}, batch_first={self.batch_first}"
+            f"{self.d_model}, max_len={self.max_len}, convention={self.convention.name!r}, "
+            f"precision={self.precision!r}, dropout={self.dropout}, batch_first={self.batch_first}"
         )
 
     def _load_from_state_dict(
@@ -193,7 +193,7 @@ class PositionalEncoding(nn.Module):
         consume_tables(self, self.convention, state_dict, [prefix + key for key in TABLE_KEYS], error_msgs)
         for key in MARKER_KEYS:
             state_dict.pop(prefix + key, None)
-        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
@@ -264,7 +264,7 @@ class TransformerEmbedding(nn.Module):
                 self.weight[self.padding_idx].fill_(0)
 
     def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
-        """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; `offset`, `positions` as in `functional`."""
+        """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; the rest as in `functional`."""
         if positions is None:
             offset = offset + self.convention.first_position
         else:
@@ -319,7 +319,7 @@ class TransformerEmbedding(nn.Module):
                 state_dict[own] = state_dict.pop(prefix + name)
         tables = [f"{prefix}{place}{key}" for place in ("", "1.") for key in TABLE_KEYS]
         consume_tables(self, self.convention, state_dict, tables, error_msgs)
-        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
@@ -372,7 +372,8 @@ class LearnedPositionalEmbedding(nn.Module):
         """
         if x.shape[-1:] != (self.d_model,):
             raise ValueError(
-                f"posenc_ext.LearnedPositionalEmbedding: x must have width {self.d_model} in its last axis, got {list(x.shape)}"
+                f"posenc_ext.LearnedPositionalEmbedding: x must have width {self.d_model} in its last axis, "
+                f"got {list(x.shape)}"
             )
         y = x + self._rows(x.shape[:-1], offset, positions)
         return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
@@ -385,8 +386,8 @@ class LearnedPositionalEmbedding(nn.Module):
         length = 1 if rank == 0 else token_shape[-1 if self.batch_first else 0]
         if offset < 0 or offset + length > self.max_len:
             raise IndexError(
-                f"posenc_ext.LearnedPositionalEmbedding: positions must lie in [0, {self.max_len}), the trained length, "
-                f"got {offset} to {offset + length - 1}"
+                f"posenc_ext.LearnedPositionalEmbedding: positions must lie in [0, {self.max_len}), "
+                f"the trained length, got {offset} to {offset + length - 1}"
             )
         rows = self.weight[offset : offset + length]
         if rank == 0:
@@ -401,8 +402,8 @@ class LearnedPositionalEmbedding(nn.Module):
 def fuse(module: nn.Module) -> nn.Module:
     """Replace `Sequential(Embeddings, PositionalEncoding[, Dropout])` by one `TransformerEmbedding`.
 
-    The fused modules and their textbook twins in `posenc_ext.reference` are recognised. The weight is the same Parameter,
-    so tied layers and optimizers keep it. A sequence nested in a larger model is replaced in place.
+    The fused modules and their textbook twins in `posenc_ext.reference` are recognised. The weight is the same
+    Parameter, so tied layers and optimizers keep it. A sequence nested in a larger model is replaced in place.
 
     Args:
         module: such a sequence, or a model that holds some.
@@ -438,31 +439,40 @@ def _fused(module: nn.Module) -> TransformerEmbedding | None:
         return None
     embeddings, encoding, *rest = module
     # Exact types: a subclass may compute something else.
-    if type(embeddings) not in (Embeddings, reference.Embeddings):
+    if not (isinstance(embeddings, (Embeddings, reference.Embeddings)) and _is_plain(embeddings)):
         return None
-    if type(encoding) not in (PositionalEncoding, reference.PositionalEncoding):
+    if not (isinstance(encoding, (PositionalEncoding, reference.PositionalEncoding)) and _is_plain(encoding)):
         return None
     if rest and type(rest[0]) is not nn.Dropout:
         return None
     lut = embeddings.lut
-    own = isinstance(encoding, PositionalEncoding)
-    dropouts = [p for p in (encoding.dropout if own else 0.0, rest[0].p if rest else 0.0) if p]
+    # The textbook's twin has no options.
+    own = encoding if isinstance(encoding, PositionalEncoding) else PositionalEncoding(lut.embedding_dim)
+    dropouts = [p for p in (own.dropout, *(module.p for module in rest if isinstance(module, nn.Dropout))) if p]
     if len(dropouts) > 1:
         return None  # two in a row are not one
     layer = TransformerEmbedding(
         lut.num_embeddings,
         lut.embedding_dim,
         padding_idx=lut.padding_idx,
-        convention=encoding.convention if own else "vaswani",
-        precision=encoding.precision if own else "reference",
+        convention=own.convention,
+        precision=own.precision,
         dropout=dropouts[0] if dropouts else 0.0,
         max_norm=lut.max_norm,
         norm_type=lut.norm_type,
         scale_grad_by_freq=lut.scale_grad_by_freq,
         sparse=lut.sparse,
-        batch_first=encoding.batch_first if own else True,
+        batch_first=own.batch_first,
         device="meta",
     )
-    layer.weight = lut.weight
+    # The same Parameter, not a copy (or what a parametrization made of it).
+    layer.weight = lut.weight  # type: ignore[assignment]
     layer.train(module.training)
     return layer
+
+
+def _is_plain(module: nn.Module) -> bool:
+    from posenc_ext import reference
+
+    plain = (Embeddings, PositionalEncoding, reference.Embeddings, reference.PositionalEncoding)
+    return type(module) in plain

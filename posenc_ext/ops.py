@@ -3,8 +3,8 @@
 Every op exists twice in C++ (csrc/ops.cpp). The raw one (`_embed_fwd`, ...) has no autograd formula: an eager call that
 needs no gradient goes straight to it, and one that does goes through a `torch.autograd.Function` around it, since a
 formula registered on the op costs several microseconds even when nothing is differentiated. The public one
-(`torch.ops.posenc_ext.embed`, ...) carries the formula: traced programs hold it, so exported ones stay differentiable, and
-so do direct callers.
+(`torch.ops.posenc_ext.embed`, ...) carries the formula: traced programs hold it, so exported ones stay
+differentiable, and so do direct callers.
 
 Under functorch transforms (`torch.func`) and forward-mode AD the same values are composed from PyTorch's own ops, which
 have all those rules; slower, bit-equal.
@@ -12,30 +12,37 @@ have all those rules; slower, bit-equal.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from posenc_ext import _C  # noqa: F401  (importing it registers the ops)
+try:
+    from posenc_ext import _C  # noqa: F401  (importing it registers the ops)
+except ImportError as error:
+    raise ImportError(
+        f"posenc_ext: the compiled half posenc_ext._C cannot be loaded under torch {torch.__version__}: {error}. "
+        "Install with `pip install .`; in a checkout, `python setup.py build_ext --inplace`"
+    ) from error
 from posenc_ext.conventions import NO_WAVES, SEQUENCE_FIRST, Recipe
 
 _ops = torch.ops.posenc_ext
-_embed = _ops.embed.default
-_embed_fwd = _ops._embed_fwd.default
-_embed_backward = _ops.embed_backward.default
-_embed_bwd = _ops._embed_bwd.default
-_embed_backward_sparse = _ops.embed_backward_sparse.default
-_embed_bwd_sparse = _ops._embed_bwd_sparse.default
-_add = _ops.add_positional_encoding.default
-_add_fwd = _ops._add_positional_encoding_fwd.default
-_encode = _ops.positional_encoding.default
+_Op = Callable[..., Tensor]
+_Pair = Callable[..., tuple[Tensor, Tensor]]
+_embed: _Op = _ops.embed.default
+_embed_fwd: _Op = _ops._embed_fwd.default
+_embed_backward: _Op = _ops.embed_backward.default
+_embed_bwd: _Op = _ops._embed_bwd.default
+_embed_backward_sparse: _Pair = _ops.embed_backward_sparse.default
+_embed_bwd_sparse: _Pair = _ops._embed_bwd_sparse.default
+_add: _Op = _ops.add_positional_encoding.default
+_add_fwd: _Op = _ops._add_positional_encoding_fwd.default
+_encode: _Op = _ops.positional_encoding.default
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
-
-F = TypeVar("F")
 
 
 def _needs_composition() -> bool:
@@ -63,17 +70,15 @@ def embed(
     if _is_compiling():
         if sparse:
             raise NotImplementedError(
-                "posenc_ext::embed: sparse=True cannot be traced (torch.compile and torch.export have no sparse gradients)"
+                "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
             )
-        return _embed(
-            weight, input, positions, offset, token_scale, *recipe, padding_idx, scale_grad_by_freq, sparse
-        )
+        return _embed(weight, input, positions, offset, token_scale, *recipe, padding_idx, scale_grad_by_freq, sparse)
     if _needs_composition():
         return _composed_embed(
             weight, input, positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse
         )
     if weight.requires_grad and torch.is_grad_enabled():
-        return _Embed.apply(  # type: ignore[no-any-return]
+        return _apply_embed(
             weight, input, positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse
         )
     return _embed_fwd(weight, input, positions, offset, token_scale, *recipe)
@@ -84,14 +89,16 @@ class _Embed(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, input: Tensor, *args: Any) -> Tensor:
         positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse = args
         ctx.save_for_backward(input)
-        ctx.gradient = (weight.shape[0], token_scale, padding_idx, scale_grad_by_freq)
-        ctx.sparse = sparse
+        ctx.gradient = (weight.shape[0], token_scale, padding_idx, scale_grad_by_freq, sparse)
         return _embed_fwd(weight, input, positions, offset, token_scale, *recipe)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (input,) = ctx.saved_tensors
-        return (_weight_gradient(grad, input, *ctx.gradient, ctx.sparse), *(None,) * 8)
+        return (_weight_gradient(grad, input, *ctx.gradient), *(None,) * 8)
+
+
+_apply_embed: _Op = _Embed.apply
 
 
 def _weight_gradient(
@@ -107,7 +114,7 @@ def _weight_gradient(
     recorded = torch.is_grad_enabled() and grad.requires_grad
     arguments = (grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq)
     if not sparse:
-        return _embed_backward(*arguments) if recorded or _is_compiling() else _embed_bwd(*arguments)  # type: ignore[no-any-return]
+        return _embed_backward(*arguments) if recorded or _is_compiling() else _embed_bwd(*arguments)
     rows, values = _embed_backward_sparse(*arguments) if recorded else _embed_bwd_sparse(*arguments)
     # The rows come sorted and unique, so the gradient is born coalesced.
     return torch.sparse_coo_tensor(
@@ -131,9 +138,7 @@ def _composed_embed(
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     scaled = rows.to(wide) * token_scale
     if recipe != NO_WAVES:
-        scaled = scaled + _composed_waves(
-            input.shape, weight.shape[1], positions, offset, recipe, wide, weight.device
-        )
+        scaled = scaled + _composed_waves(input.shape, weight.shape[1], positions, offset, recipe, wide, weight.device)
     return scaled.to(weight.dtype)
 
 
@@ -153,37 +158,36 @@ def _composed_waves(
         length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
         positions = torch.arange(length, device=device)
         positions = positions.reshape([length] + [1] * (0 if batch_first else rank - 1)) if rank else positions[0]
-    return _encode(positions, d_model, offset, *recipe, dtype)  # type: ignore[no-any-return]
+    return _encode(positions, d_model, offset, *recipe, dtype)
 
 
 # ---- x + PE ----------------------------------------------------------------------------------------------------------
 
 
-def add_positional_encoding(
-    x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe
-) -> Tensor:
+def add_positional_encoding(x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe) -> Tensor:
     """X + waves(positions + offset), differentiable in x."""
     if _is_compiling():
-        return _add(x, positions, offset, *recipe)  # type: ignore[no-any-return]
+        return _add(x, positions, offset, *recipe)
     if _needs_composition():
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         waves = _composed_waves(x.shape[:-1], x.shape[-1], positions, offset, recipe, wide, x.device)
         return (x.to(wide) + waves).to(x.dtype)
     if x.requires_grad and torch.is_grad_enabled():
-        return _AddPositionalEncoding.apply(x, positions, offset, recipe)  # type: ignore[no-any-return]
-    return _add_fwd(x, positions, offset, *recipe)  # type: ignore[no-any-return]
+        return _apply_add(x, positions, offset, recipe)
+    return _add_fwd(x, positions, offset, *recipe)
 
 
 class _AddPositionalEncoding(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe
-    ) -> Tensor:
-        return _add_fwd(x, positions, offset, *recipe)  # type: ignore[no-any-return]
+    def forward(ctx: Any, x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe) -> Tensor:
+        return _add_fwd(x, positions, offset, *recipe)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None
+
+
+_apply_add: _Op = _AddPositionalEncoding.apply
 
 
 # ---- PE alone --------------------------------------------------------------------------------------------------------
@@ -191,7 +195,7 @@ class _AddPositionalEncoding(torch.autograd.Function):
 
 def positional_encoding(positions: Tensor, d_model: int, offset: int, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """waves(positions + offset), [*positions.shape, d_model]; positions are integers, so nothing is differentiable."""
-    return _encode(positions, d_model, offset, *recipe, dtype)  # type: ignore[no-any-return]
+    return _encode(positions, d_model, offset, *recipe, dtype)
 
 
 # ---- formulas of the public ops --------------------------------------------------------------------------------------
@@ -251,7 +255,9 @@ torch.library.register_autograd(
     "posenc_ext::embed_backward_sparse", _backward_sparse_formula, setup_context=_backward_setup
 )
 torch.library.register_autograd(
-    "posenc_ext::add_positional_encoding", lambda ctx, grad: (grad, *(None,) * 4), setup_context=lambda ctx, inputs, output: None
+    "posenc_ext::add_positional_encoding",
+    lambda ctx, grad: (grad, *(None,) * 4),
+    setup_context=lambda ctx, inputs, output: None,
 )
 
 
@@ -284,14 +290,14 @@ def _check_positions(op: str, positions: Tensor | None, token_shape: torch.Size)
 
 def _check_floating(op: str, argument: str, dtype: torch.dtype) -> None:
     supported = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    _require(
-        dtype in supported, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}"
-    )
+    _require(dtype in supported, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}")
 
 
 def _fake_embed(weight: Tensor, input: Tensor, positions: Tensor | None, *_: Any) -> Tensor:
     _check_floating("embed", "weight", weight.dtype)
-    _require(weight.dim() == 2, "embed", f"weight must have 2 dimensions [vocab_size, d_model], got {list(weight.shape)}")
+    _require(
+        weight.dim() == 2, "embed", f"weight must have 2 dimensions [vocab_size, d_model], got {list(weight.shape)}"
+    )
     _check_tokens("embed", input)
     _check_positions("embed", positions, input.shape)
     return weight.new_empty((*input.shape, weight.shape[1]))
@@ -324,7 +330,7 @@ def _fake_nothing(*_: Any) -> None:
     return None
 
 
-for _name, _fake in {
+_FAKES: dict[str, Callable[..., Any]] = {
     "embed": _fake_embed,
     "_embed_fwd": _fake_embed,
     "embed_backward": _fake_embed_backward,
@@ -338,5 +344,6 @@ for _name, _fake in {
     "add_positional_encoding_out": _fake_nothing,
     "positional_encoding_out": _fake_nothing,
     "check_ids": _fake_nothing,
-}.items():
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"posenc_ext::{_name}", _fake)

@@ -88,6 +88,8 @@ class Vocabulary:
         rows = [self._encode_one(row, text) for row, text in enumerate(texts)]
         longest = max(map(len, rows), default=0)
         columns = longest if length is None else length
+        if columns < 0:
+            raise ValueError(f"Vocabulary.encode: length must not be negative, got {length}")
         if columns < longest:
             row = next(row for row, ids in enumerate(rows) if len(ids) > columns)
             raise ValueError(

@@ -21,14 +21,17 @@ const std::vector<Isa>& isas() {
        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
       {"x86-64-v3", &kernels_x86_64_v3,
-       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c")},
+       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+           __builtin_cpu_supports("f16c")},
 #endif
       {"baseline", &kernels_baseline, true},
   };
   return list;
 }
 
-const Isa& best_isa() { return *std::find_if(isas().begin(), isas().end(), [](const Isa& isa) { return isa.runs_here; }); }
+const Isa& best_isa() {
+  return *std::find_if(isas().begin(), isas().end(), [](const Isa& isa) { return isa.runs_here; });
+}
 
 std::atomic<const Isa*>& active() {
   static std::atomic<const Isa*> isa{&best_isa()};
@@ -51,11 +54,12 @@ constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
 int64_t element_size(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
 
-// The dense gradient seen as a line of work: zero rows cost one each, a row with a run one and its tokens. Long runs are
-// taken out (`hot`) and cut by columns instead, so that one frequent token does not keep one thread busy alone.
+// The dense gradient seen as a line of work: zero rows cost one each, a row with a run one and its tokens. Long runs
+// are taken out (`hot`) and cut by columns instead, so that one frequent token does not keep one thread busy alone.
 class RowPlan {
  public:
-  RowPlan(const BackwardParams& params, int64_t hot_tokens) : runs_(params.runs), rows_(params.rows), cost_(params.runs.count + 1) {
+  RowPlan(const BackwardParams& params, int64_t hot_tokens)
+      : runs_(params.runs), rows_(params.rows), cost_(params.runs.count + 1) {
     int64_t tokens = 0;
     for (int64_t r = 0; r < runs_.count; ++r) {
       cost_[r] = runs_.row[r] + tokens;
@@ -132,7 +136,8 @@ int64_t find_bad_id(const Integers& ids, int64_t count, int64_t rows) {
     for (int64_t block = 0; block < count; block += kBlock) {
       const int64_t end = std::min(count, block + kBlock);
       bool bad = false;
-      for (int64_t i = block; i < end; ++i) bad |= static_cast<uint64_t>(static_cast<int64_t>(data[i])) >= static_cast<uint64_t>(rows);
+      for (int64_t i = block; i < end; ++i)
+        bad |= static_cast<uint64_t>(static_cast<int64_t>(data[i])) >= static_cast<uint64_t>(rows);
       for (int64_t i = block; bad; ++i)
         if (data[i] < 0 || data[i] >= rows) return i;
     }
@@ -160,13 +165,16 @@ void backward(const BackwardParams& params, ParallelFor parallel_for) {
   const int64_t hot_tokens = std::max<int64_t>(2 * kSumPiece, tokens / 32);
   const RowPlan plan(params, hot_tokens);
   char* out = static_cast<char*>(params.out);
-  run_parallel(parallel_for, 0, plan.total(), kGrainElements / std::max<int64_t>(width, 1), [&](int64_t begin, int64_t end) {
-    plan.walk(
-        begin, end, hot_tokens,
-        [&](int64_t first, int64_t last) { kernels.fill_zero(out + first * row_bytes, (last - first) * row_bytes, stream); },
-        [&](int64_t run) { kernels.sum_run(params, stream, run, 0, width); });
-    kernels.end_stream();
-  });
+  run_parallel(parallel_for, 0, plan.total(), kGrainElements / std::max<int64_t>(width, 1),
+               [&](int64_t begin, int64_t end) {
+                 plan.walk(
+                     begin, end, hot_tokens,
+                     [&](int64_t first, int64_t last) {
+                       kernels.fill_zero(out + first * row_bytes, (last - first) * row_bytes, stream);
+                     },
+                     [&](int64_t run) { kernels.sum_run(params, stream, run, 0, width); });
+                 kernels.end_stream();
+               });
 
   constexpr int64_t kColumns = 128;  // of a hot run, for one thread
   const int64_t slices = (width + kColumns - 1) / kColumns;

@@ -1,7 +1,7 @@
 // Row sums of the weight gradient.
 //
-// A row's tokens are added in token order in pieces of kSumPiece, and the pieces in order: one fixed order, whatever the
-// number of threads. Columns are independent, so a strip of them is kept in registers while the tokens go by.
+// A row's tokens are added in token order in pieces of kSumPiece, and the pieces in order: one fixed order, whatever
+// the number of threads. Columns are independent, so a strip of them is kept in registers while the tokens go by.
 
 constexpr int64_t kStripVectors = 8;
 constexpr int64_t kPrefetchGradients = 4;
@@ -45,7 +45,8 @@ struct RunSum {
       for (int64_t v = 0; v < count; ++v) total[v] += sum[v];
     }
     if constexpr (sizeof(T) == 2) {
-      for (int64_t v = 0; v < count; v += 2) E::template store<stream>(out + column + v * kStep, total[v] * scale, total[v + 1] * scale);
+      for (int64_t v = 0; v < count; v += 2)
+        E::template store<stream>(out + column + v * kStep, total[v] * scale, total[v + 1] * scale);
     } else {
       for (int64_t v = 0; v < count; ++v) E::template store<stream>(out + column + v * kStep, total[v] * scale);
     }
@@ -80,7 +81,12 @@ void sum_run_typed(const BackwardParams& params, bool stream, int64_t run, int64
   using Real = typename Element<T>::Real;
   const int64_t begin = params.runs.start[run], end = params.runs.start[run + 1];
   const Real scale = static_cast<Real>(params.token_scale);
-  const RunSum<T> sum{static_cast<const T*>(params.grad), params.token_stride, params.column_stride, params.runs.order, begin, end,
+  const RunSum<T> sum{static_cast<const T*>(params.grad),
+                      params.token_stride,
+                      params.column_stride,
+                      params.runs.order,
+                      begin,
+                      end,
                       params.scale_by_frequency ? scale / static_cast<Real>(end - begin) : scale};
   T* out = static_cast<T*>(params.out) + params.runs.row[run] * params.width;
   if (stream) return sum.template columns<true>(first_column, last_column, out);

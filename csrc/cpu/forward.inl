@@ -5,8 +5,8 @@
 
 constexpr int64_t kTilePairs = 256;
 
-// `count` waves, whole vectors of them (frequencies and tiles have room): wave(i) holds those of pairs first + i and on;
-// sines go to sines[i], cosines to cosines[i], or to sines[2 * i] and the place after it.
+// `count` waves, whole vectors of them (frequencies and tiles have room): wave(i) holds those of pairs first + i and
+// on; sines go to sines[i], cosines to cosines[i], or to sines[2 * i] and the place after it.
 template <class Wave>
 POSENC_HD void fill_vectors(Wave wave, int64_t count, float* sines, float* cosines, bool interleaved) {
   for (int64_t i = 0; i < count; i += kLanes<float>) {
@@ -109,7 +109,8 @@ struct WaveTile {
       push(layout.sine_start() + first, layout.sine_start() + last, buffer);
       push(layout.cosine_start() + first, layout.cosine_start() + std::min(last, layout.cosines), buffer + kTilePairs);
     }
-    if (last == layout.pairs() && layout.zero_column() >= 0) push(layout.zero_column(), layout.zero_column() + 1, &zero);
+    if (last == layout.pairs() && layout.zero_column() >= 0)
+      push(layout.zero_column(), layout.zero_column() + 1, &zero);
   }
 };
 
@@ -129,7 +130,8 @@ POSENC_HD void prefetch_to_l2(const void* line) { __builtin_prefetch(line, 0, 2)
 
 // `next` is the base term of that later token.
 template <class T, Source source, bool stream, bool with_waves>
-POSENC_HD void combine_vectors(const T* base, const T* next, const typename Element<T>::Real* waves, T* out, int64_t count, typename Element<T>::Real scale) {
+POSENC_HD void combine_vectors(const T* base, const T* next, const typename Element<T>::Real* waves, T* out,
+                               int64_t count, typename Element<T>::Real scale) {
   using E = Element<T>;
   using Vector = typename E::Vector;
   constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));  // one store of a whole vector
@@ -145,7 +147,8 @@ POSENC_HD void combine_vectors(const T* base, const T* next, const typename Elem
   };
   int64_t i = 0;
   if constexpr (stream) {
-    for (; i < count && !stream_aligned(out + i); ++i) out[i] = combined<T, source>(base + i, waves ? waves + i : nullptr, scale);
+    for (; i < count && !stream_aligned(out + i); ++i)
+      out[i] = combined<T, source>(base + i, waves ? waves + i : nullptr, scale);
   }
   for (; i + kStep <= count; i += kStep) {
     if constexpr (source == Source::gathered) prefetch_to_l2(next + i);
@@ -159,7 +162,8 @@ POSENC_HD void combine_vectors(const T* base, const T* next, const typename Elem
 }
 
 template <class T, Source source, bool stream>
-void combine(const T* base, const T* next, int64_t column_stride, const WaveTile<typename Element<T>::Real>& tile, T* out, typename Element<T>::Real scale) {
+void combine(const T* base, const T* next, int64_t column_stride, const WaveTile<typename Element<T>::Real>& tile,
+             T* out, typename Element<T>::Real scale) {
   for (int64_t s = 0; s < tile.stretch_count; ++s) {
     const auto& stretch = tile.stretches[s];
     T* to = out + stretch.column;
@@ -173,7 +177,8 @@ void combine(const T* base, const T* next, int64_t column_stride, const WaveTile
       }
     } else {
       for (int64_t i = 0; i < stretch.count; ++i)
-        to[i] = combined<T, source>(base + (stretch.column + i) * column_stride, stretch.waves ? stretch.waves + i : nullptr, scale);
+        to[i] = combined<T, source>(base + (stretch.column + i) * column_stride,
+                                    stretch.waves ? stretch.waves + i : nullptr, scale);
     }
   }
 }
@@ -195,8 +200,10 @@ struct TokenRows {
   }
   int64_t position(int64_t outer, int64_t seq, int64_t inner) const {
     const Waves& waves = params.waves;
-    const int64_t place = waves.positions.data == nullptr ? seq : waves.positions[waves.position_strides.at(outer, seq, inner)];
-    return static_cast<int64_t>(static_cast<uint64_t>(waves.offset) + static_cast<uint64_t>(place));  // wraps, never undefined
+    const int64_t place =
+        waves.positions.data == nullptr ? seq : waves.positions[waves.position_strides.at(outer, seq, inner)];
+    return static_cast<int64_t>(static_cast<uint64_t>(waves.offset) +
+                                static_cast<uint64_t>(place));  // wraps, never undefined
   }
 };
 

@@ -1,8 +1,8 @@
 // Fixed-width vectors of the instruction set in force, and how each element type enters and leaves them.
 //
 // Vector<Real> is kVectorBytes wide and supports arithmetic directly (GCC and Clang vector types). Storage types are
-// widened to their arithmetic type Real on load and rounded once on store; 16-bit types are stored two vectors at a time, so
-// that every store is a full vector.
+// widened to their arithmetic type Real on load and rounded once on store; 16-bit types are stored two vectors at a
+// time, so that every store is a full vector.
 
 constexpr int64_t kVectorBytes = POSENC_VECTOR_BYTES;
 
@@ -48,7 +48,8 @@ POSENC_HD void store_bytes(void* to, V value) {
   std::memcpy(to, &value, sizeof(V));
 }
 
-// ---- what sinusoid.h asks of a vector of phases ----------------------------------------------------------------------
+// ---- what sinusoid.h asks of a vector of phases
+// ----------------------------------------------------------------------
 
 POSENC_HD UintVector splat(uint32_t value) { return UintVector{} + value; }
 
@@ -87,7 +88,9 @@ struct Lane<UintVector> {
 #endif
   }
   POSENC_HD static FloatVector splat(float value) { return FloatVector{} + value; }
-  POSENC_HD static FloatVector signed_to_float(UintVector value) { return __builtin_convertvector(bit_cast<IntVector>(value), FloatVector); }
+  POSENC_HD static FloatVector signed_to_float(UintVector value) {
+    return __builtin_convertvector(bit_cast<IntVector>(value), FloatVector);
+  }
 #if POSENC_VECTOR_BYTES == 64
   POSENC_HD static UintVector shift_right(UintVector value, UintVector by) {
     return bit_cast<UintVector>(_mm512_srlv_epi32(bit_cast<__m512i>(value), bit_cast<__m512i>(by)));
@@ -137,11 +140,13 @@ POSENC_HD void interleave(FloatVector a, FloatVector b, FloatVector& first, Floa
 #endif
 }
 
-// ---- element types ---------------------------------------------------------------------------------------------------
+// ---- element types
+// ---------------------------------------------------------------------------------------------------
 
 POSENC_HD UintVector join(HalfUintVector first, HalfUintVector second) {
 #if POSENC_VECTOR_BYTES == 64
-  return bit_cast<UintVector>(_mm512_inserti64x4(_mm512_castsi256_si512(bit_cast<__m256i>(first)), bit_cast<__m256i>(second), 1));
+  return bit_cast<UintVector>(
+      _mm512_inserti64x4(_mm512_castsi256_si512(bit_cast<__m256i>(first)), bit_cast<__m256i>(second), 1));
 #elif POSENC_VECTOR_BYTES == 32
   return bit_cast<UintVector>(_mm256_set_m128i(bit_cast<__m128i>(second), bit_cast<__m128i>(first)));
 #else
@@ -192,7 +197,9 @@ struct Element<float> {
   POSENC_HD static float put(Real value) { return value; }
   POSENC_HD static Vector load(const float* from) { return load_bytes<Vector>(from); }
   template <bool stream>
-  POSENC_HD static void store(float* to, Vector value) { store_bytes<stream>(to, value); }
+  POSENC_HD static void store(float* to, Vector value) {
+    store_bytes<stream>(to, value);
+  }
 };
 
 template <>
@@ -203,7 +210,9 @@ struct Element<double> {
   POSENC_HD static double put(Real value) { return value; }
   POSENC_HD static Vector load(const double* from) { return load_bytes<Vector>(from); }
   template <bool stream>
-  POSENC_HD static void store(double* to, Vector value) { store_bytes<stream>(to, value); }
+  POSENC_HD static void store(double* to, Vector value) {
+    store_bytes<stream>(to, value);
+  }
 };
 
 template <>
@@ -248,10 +257,11 @@ struct Element<Float16> {
   }
   POSENC_HD static HalfUintVector narrow(Vector value) {
 #if POSENC_VECTOR_BYTES == 64
-    return bit_cast<HalfUintVector>(
-        _mm512_maskz_cvtps_ph(__mmask16{0xFFFF}, bit_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return bit_cast<HalfUintVector>(_mm512_maskz_cvtps_ph(__mmask16{0xFFFF}, bit_cast<__m512>(value),
+                                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif POSENC_VECTOR_BYTES == 32
-    return bit_cast<HalfUintVector>(_mm256_cvtps_ph(bit_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return bit_cast<HalfUintVector>(
+        _mm256_cvtps_ph(bit_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
     HalfUintVector halves;
     for (int64_t i = 0; i < kLanes<float>; ++i) halves[i] = half_of_float(value[i]);
