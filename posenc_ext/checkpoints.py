@@ -64,5 +64,6 @@ def consume_tables(
         if not rows.is_meta and not matches(rows, convention):
             errors.append(
                 f"posenc_ext.{owner}: the table {key!r} in the checkpoint is not that of convention "
-                f"{convention.name!r}: {recognise(rows)}. Construct the module with the convention that the model was trained with"
+                f"{convention.name!r}: {recognise(rows)}. "
+                "Construct the module with the convention that the model was trained with"
             )
