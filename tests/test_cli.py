@@ -157,7 +157,7 @@ def test_demo_is_the_same_every_time_and_leaves_the_generator_alone(capsys, walk
 
 def test_demo_time_and_memory(capsys, monkeypatch, walk):
     monkeypatch.setattr(demo, "TIMED_SIZES", (2, 16, 8, 10))
-    monkeypatch.setattr(cli, "ROUNDS", 3)
+    monkeypatch.setattr(demo, "ROUNDS", 3)
     out = run(capsys, "demo")
     assert out.startswith(walk), "the timing comes last, and nothing else depends on it"
     text = out.removeprefix(walk)
