@@ -144,9 +144,9 @@ def _embed(
     if max_norm is not None:
         _renormalise(weight, input, max_norm, norm_type)
     if out is not None:
-        _refuse_gradient("embed", "weight", weight)
+        _refuse_gradient("embed", weight=weight, out=out)
         torch.ops.posenc_ext.embed_out(weight, input, positions, offset, token_scale, *recipe, out)
-        return out
+        return _written(out)
     return ops.embed(weight, input, positions, offset, token_scale, recipe, pad, scale_grad_by_freq, sparse)
 
 
@@ -180,9 +180,9 @@ def add_positional_encoding(
     else:
         positions = _spread(positions, x.shape[:-1], batch_first, "add_positional_encoding")
     if out is not None:
-        _refuse_gradient("add_positional_encoding", "x", x)
+        _refuse_gradient("add_positional_encoding", x=x, out=out)
         torch.ops.posenc_ext.add_positional_encoding_out(x, positions, offset, *recipe, out)
-        return out
+        return _written(out)
     return ops.add_positional_encoding(x, positions, offset, recipe)
 
 
@@ -229,8 +229,9 @@ def positional_encoding(
         offset = offset + chosen.first_position
     recipe = chosen.recipe(precision)
     if out is not None:
+        _refuse_gradient("positional_encoding", out=out)
         torch.ops.posenc_ext.positional_encoding_out(positions, d_model, offset, *recipe, out)
-        return out
+        return _written(out)
     return ops.positional_encoding(positions, d_model, offset, recipe, dtype or torch.get_default_dtype())
 
 
@@ -288,8 +289,17 @@ def _renormalise(weight: Tensor, input: Tensor, max_norm: float, norm_type: floa
         torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
 
 
-def _refuse_gradient(op: str, argument: str, tensor: Tensor) -> None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; use torch.no_grad()"
-        )
+def _written(out: Tensor) -> Tensor:
+    """Tell autograd that `out` was written to, as PyTorch's own ops do: a graph that had saved it must notice."""
+    if not (torch.compiler.is_compiling() or out.is_inference()):
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _refuse_gradient(op: str, **tensors: Tensor) -> None:
+    """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
+    for argument, tensor in tensors.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; use torch.no_grad()"
+            )
