@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc_ext import functional, ops
-from posenc_ext.checkpoints import MARKER_KEYS, TABLE_KEYS, consume_tables
+from posenc_ext.checkpoints import consume_tables
 from posenc_ext.conventions import Convention, resolve
 
 __all__ = ["Embeddings", "LearnedPositionalEmbedding", "PositionalEncoding", "TransformerEmbedding", "fuse"]
@@ -190,9 +190,7 @@ class PositionalEncoding(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        consume_tables(self, self.convention, state_dict, [prefix + key for key in TABLE_KEYS], error_msgs)
-        for key in MARKER_KEYS:
-            state_dict.pop(prefix + key, None)
+        consume_tables(self, self.convention, state_dict, [prefix], error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -317,8 +315,7 @@ class TransformerEmbedding(nn.Module):
         for name in ("lut.weight", "0.lut.weight"):
             if own not in state_dict and prefix + name in state_dict:
                 state_dict[own] = state_dict.pop(prefix + name)
-        tables = [f"{prefix}{place}{key}" for place in ("", "1.") for key in TABLE_KEYS]
-        consume_tables(self, self.convention, state_dict, tables, error_msgs)
+        consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -417,14 +414,16 @@ def fuse(module: nn.Module) -> nn.Module:
     fused = _fused(module)
     if fused is not None:
         return fused
-    replaced = 0
+    layers: dict[int, TransformerEmbedding | None] = {}  # by sequence: one that is used twice stays one
     for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            layer = _fused(child)
-            if layer is not None:
-                setattr(parent, name, layer)
-                replaced += 1
-    if not replaced:
+        for name, child in parent._modules.items():
+            if child is None:
+                continue
+            if id(child) not in layers:
+                layers[id(child)] = _fused(child)
+            if (layer := layers[id(child)]) is not None:
+                parent._modules[name] = layer
+    if not any(layers.values()):
         raise ValueError(
             "posenc_ext.fuse: module must be or hold Sequential(Embeddings, PositionalEncoding[, Dropout]), "
             f"got {type(module).__name__}"
