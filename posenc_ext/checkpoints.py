@@ -59,6 +59,8 @@ def consume_tables(
             state_dict.pop(prefix + key, None)
     for key in [prefix + name for prefix in prefixes for name in TABLE_KEYS if prefix + name in state_dict]:
         table = state_dict.pop(key)
+        if table.dim() == 1 and table.numel() == 0:
+            continue  # a placeholder
         if not _is_table(table, width):
             errors.append(
                 f"posenc_ext.{owner}: {key!r} in the checkpoint must be a table of encodings of width {width}, "

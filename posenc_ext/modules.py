@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc_ext import functional, ops
-from posenc_ext.checkpoints import consume_tables
+from posenc_ext.checkpoints import consume_tables, matches
 from posenc_ext.conventions import Convention, resolve
 
 __all__ = ["Embeddings", "LearnedPositionalEmbedding", "PositionalEncoding", "TransformerEmbedding", "fuse"]
@@ -377,19 +377,27 @@ class LearnedPositionalEmbedding(nn.Module):
 
     def _rows(self, token_shape: torch.Size, offset: int, positions: Tensor | None) -> Tensor:
         if positions is not None:
-            spread = functional._spread(positions, token_shape, self.batch_first, "learned_positional_embedding")
-            return nn.functional.embedding(spread + offset, self.weight)
+            chosen = (
+                functional._spread(positions, token_shape, self.batch_first, "learned_positional_embedding") + offset
+            )
+            try:
+                return nn.functional.embedding(chosen, self.weight)
+            except IndexError:
+                raise self._beyond(int(chosen.min()), int(chosen.max())) from None
         rank = len(token_shape)
         length = 1 if rank == 0 else token_shape[-1 if self.batch_first else 0]
         if offset < 0 or offset + length > self.max_len:
-            raise IndexError(
-                f"posenc_ext.LearnedPositionalEmbedding: positions must lie in [0, {self.max_len}), "
-                f"the trained length, got {offset} to {offset + length - 1}"
-            )
+            raise self._beyond(offset, offset + length - 1)
         rows = self.weight[offset : offset + length]
         if rank == 0:
             return rows[0]
         return rows if self.batch_first else rows.reshape([length] + [1] * (rank - 1) + [self.d_model])
+
+    def _beyond(self, first: int, last: int) -> IndexError:
+        return IndexError(
+            f"posenc_ext.LearnedPositionalEmbedding: positions must lie in [0, {self.max_len}), "
+            f"the trained length, got {first} to {last}"
+        )
 
     def extra_repr(self) -> str:
         """Sizes."""
@@ -432,21 +440,26 @@ def fuse(module: nn.Module) -> nn.Module:
 
 
 def _fused(module: nn.Module) -> TransformerEmbedding | None:
+    """The layer that computes what `module` does, if it is a sequence of the known kind and nothing was added to it."""
     from posenc_ext import reference
 
-    if not isinstance(module, nn.Sequential) or len(module) not in (2, 3):
+    if not isinstance(module, nn.Sequential) or len(module) not in (2, 3) or _hooked(module):
         return None
     embeddings, encoding, *rest = module
     # Exact types: a subclass may compute something else.
-    if not (isinstance(embeddings, (Embeddings, reference.Embeddings)) and _is_plain(embeddings)):
+    if not isinstance(embeddings, (Embeddings, reference.Embeddings)) or not _plain(embeddings, embeddings.lut):
         return None
-    if not (isinstance(encoding, (PositionalEncoding, reference.PositionalEncoding)) and _is_plain(encoding)):
+    if not isinstance(encoding, (PositionalEncoding, reference.PositionalEncoding)) or not _plain(encoding):
         return None
-    if rest and type(rest[0]) is not nn.Dropout:
+    if rest and (not isinstance(rest[0], nn.Dropout) or not _plain(rest[0])):
         return None
     lut = embeddings.lut
-    # The textbook's twin has no options.
+    # The textbook's twins have no options, but a table that may have been edited.
     own = encoding if isinstance(encoding, PositionalEncoding) else PositionalEncoding(lut.embedding_dim)
+    if isinstance(encoding, reference.PositionalEncoding) and not matches(encoding.pe[0], own.convention):
+        return None
+    if own.d_model != lut.embedding_dim:
+        return None
     dropouts = [p for p in (own.dropout, *(module.p for module in rest if isinstance(module, nn.Dropout))) if p]
     if len(dropouts) > 1:
         return None  # two in a row are not one
@@ -457,6 +470,7 @@ def _fused(module: nn.Module) -> TransformerEmbedding | None:
         convention=own.convention,
         precision=own.precision,
         dropout=dropouts[0] if dropouts else 0.0,
+        token_scale=embeddings.token_scale if isinstance(embeddings, Embeddings) else None,
         max_norm=lut.max_norm,
         norm_type=lut.norm_type,
         scale_grad_by_freq=lut.scale_grad_by_freq,
@@ -470,8 +484,16 @@ def _fused(module: nn.Module) -> TransformerEmbedding | None:
     return layer
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _plain(*modules: nn.Module) -> bool:
     from posenc_ext import reference
 
-    plain = (Embeddings, PositionalEncoding, reference.Embeddings, reference.PositionalEncoding)
-    return type(module) in plain
+    known = (
+        *(Embeddings, PositionalEncoding, reference.Embeddings, reference.PositionalEncoding),
+        *(nn.Embedding, nn.Dropout),
+    )
+    return all(type(module) in known and not _hooked(module) for module in modules)
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)

@@ -243,11 +243,10 @@ def _backward_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _backward_sparse_formula(ctx: Any, _: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
     input, rows = ctx.saved_tensors
-    if rows.numel() == 0:
-        return (grad_values.new_zeros((*input.shape, grad_values.shape[1])), *(None,) * 5)
-    # Padding tokens have no row: they may point anywhere, and are zeroed.
-    place = torch.searchsorted(rows, input.to(rows.dtype)).clamp(max=rows.numel() - 1)
-    return (_transposed(grad_values, place, input, ctx.gradient), *(None,) * 5)
+    # Padding tokens have no row and are zeroed; the row appended is for those that would come after the last.
+    place = torch.searchsorted(rows, input.to(rows.dtype))
+    padded = torch.cat([grad_values, grad_values.new_zeros((1, grad_values.shape[1]))])
+    return (_transposed(padded, place, input, ctx.gradient), *(None,) * 5)
 
 
 torch.library.register_autograd("posenc_ext::embed_backward", _backward_formula, setup_context=_backward_setup)
@@ -269,65 +268,101 @@ def _require(condition: bool, op: str, text: str) -> None:
         raise ValueError(f"posenc_ext::{op}: {text}")
 
 
-def _check_tokens(op: str, input: Tensor) -> None:
-    _require(input.dtype in (torch.int64, torch.int32), op, f"input must have dtype int64 or int32, got {input.dtype}")
+def _check_integers(op: str, argument: str, tensor: Tensor) -> None:
+    good = tensor.dtype in (torch.int64, torch.int32)
+    _require(good, op, f"{argument} must have dtype int64 or int32, got {tensor.dtype}")
+
+
+def _check_floating(op: str, argument: str, dtype: torch.dtype) -> None:
+    good = dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    _require(good, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}")
+
+
+def _check_width(op: str, width: int) -> None:
+    _require(width >= 1, op, f"the width (d_model) must be positive, got {width}")
 
 
 def _check_positions(op: str, positions: Tensor | None, token_shape: torch.Size) -> None:
     if positions is None:
         return
+    _check_integers(op, "positions", positions)
+    good = positions.shape == token_shape
     _require(
-        positions.dtype in (torch.int64, torch.int32),
-        op,
-        f"positions must have dtype int64 or int32, got {positions.dtype}",
-    )
-    _require(
-        positions.shape == token_shape,
+        good,
         op,
         f"positions must have the shape of the tokens {list(token_shape)}, got {list(positions.shape)}",
     )
 
 
-def _check_floating(op: str, argument: str, dtype: torch.dtype) -> None:
-    supported = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    _require(dtype in supported, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}")
+def _check_out(op: str, out: Tensor, expected: Tensor) -> None:
+    _require(out.dtype == expected.dtype, op, f"out must have dtype {expected.dtype}, got {out.dtype}")
+    good = out.shape == expected.shape
+    _require(good, op, f"out must have shape {list(expected.shape)}, got {list(out.shape)}")
 
 
 def _fake_embed(weight: Tensor, input: Tensor, positions: Tensor | None, *_: Any) -> Tensor:
-    _check_floating("embed", "weight", weight.dtype)
-    _require(
-        weight.dim() == 2, "embed", f"weight must have 2 dimensions [vocab_size, d_model], got {list(weight.shape)}"
-    )
-    _check_tokens("embed", input)
-    _check_positions("embed", positions, input.shape)
+    op = "embed"
+    _check_floating(op, "weight", weight.dtype)
+    _require(weight.dim() == 2, op, f"weight must have 2 dimensions [vocab_size, d_model], got {list(weight.shape)}")
+    _check_width(op, weight.shape[1])
+    _check_integers(op, "input", input)
+    _check_positions(op, positions, input.shape)
     return weight.new_empty((*input.shape, weight.shape[1]))
 
 
+def _fake_embed_out(weight: Tensor, input: Tensor, positions: Tensor | None, *args: Any) -> None:
+    _check_out("embed", args[-1], _fake_embed(weight, input, positions))
+
+
+def _check_gradient(op: str, grad: Tensor, input: Tensor) -> None:
+    _check_floating(op, "grad", grad.dtype)
+    _check_integers(op, "input", input)
+    good = grad.dim() == input.dim() + 1 and grad.shape[:-1] == input.shape
+    _require(
+        good,
+        op,
+        f"grad must have the shape of input {list(input.shape)} and one axis more, got {list(grad.shape)}",
+    )
+
+
 def _fake_embed_backward(grad: Tensor, input: Tensor, num_weights: int, *_: Any) -> Tensor:
-    _check_tokens("embed_backward", input)
+    _check_gradient("embed_backward", grad, input)
     return grad.new_empty((num_weights, grad.shape[-1]))
 
 
 def _fake_embed_backward_sparse(grad: Tensor, input: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    _check_tokens("embed_backward_sparse", input)
+    _check_gradient("embed_backward_sparse", grad, input)
     count = torch.library.get_ctx().new_dynamic_size()
     return grad.new_empty((count,), dtype=torch.int64), grad.new_empty((count, grad.shape[-1]))
 
 
 def _fake_add(x: Tensor, positions: Tensor | None, *_: Any) -> Tensor:
-    _check_floating("add_positional_encoding", "x", x.dtype)
-    _check_positions("add_positional_encoding", positions, x.shape[:-1])
+    op = "add_positional_encoding"
+    _check_floating(op, "x", x.dtype)
+    _require(x.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar")
+    _check_width(op, x.shape[-1])
+    _check_positions(op, positions, x.shape[:-1])
     return x.new_empty(x.shape)
 
 
+def _fake_add_out(x: Tensor, positions: Tensor | None, *args: Any) -> None:
+    _check_out("add_positional_encoding", args[-1], _fake_add(x, positions))
+
+
 def _fake_encode(positions: Tensor, d_model: int, *args: Any) -> Tensor:
-    _check_positions("positional_encoding", positions, positions.shape)
-    _check_floating("positional_encoding", "dtype", args[-1])
+    op = "positional_encoding"
+    _check_integers(op, "positions", positions)
+    _check_floating(op, "dtype", args[-1])
+    _check_width(op, d_model)
     return positions.new_empty((*positions.shape, d_model), dtype=args[-1])
 
 
-def _fake_nothing(*_: Any) -> None:
-    return None
+def _fake_encode_out(positions: Tensor, d_model: int, *args: Any) -> None:
+    _check_out("positional_encoding", args[-1], _fake_encode(positions, d_model, args[-1].dtype))
+
+
+def _fake_check_ids(input: Tensor, num_weights: int) -> None:
+    _check_integers("embed", "input", input)
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -340,10 +375,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "add_positional_encoding": _fake_add,
     "_add_positional_encoding_fwd": _fake_add,
     "positional_encoding": _fake_encode,
-    "embed_out": _fake_nothing,
-    "add_positional_encoding_out": _fake_nothing,
-    "positional_encoding_out": _fake_nothing,
-    "check_ids": _fake_nothing,
+    "embed_out": _fake_embed_out,
+    "add_positional_encoding_out": _fake_add_out,
+    "positional_encoding_out": _fake_encode_out,
+    "check_ids": _fake_check_ids,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"posenc_ext::{_name}", _fake)
