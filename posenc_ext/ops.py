@@ -7,7 +7,8 @@ formula registered on the op costs several microseconds even when nothing is dif
 differentiable, and so do direct callers.
 
 Under functorch transforms (`torch.func`) and forward-mode AD the same values are composed from PyTorch's own ops, which
-have all those rules; slower, bit-equal.
+have all those rules; slower, bit-equal. That choice is made here: a direct call of `torch.ops.posenc_ext.*` under forward
+mode drops the tangent, as every custom op does, and must go through `posenc_ext.functional` instead.
 """
 
 from __future__ import annotations
@@ -133,8 +134,10 @@ def _composed_embed(
     scale_grad_by_freq: bool,
     sparse: bool,
 ) -> Tensor:
-    pad = padding_idx if padding_idx >= 0 else None
-    rows = torch.nn.functional.embedding(input, weight, pad, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    rows = torch.nn.functional.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    if padding_idx >= 0:
+        # By detaching, not by embedding's own option: forward mode does not know that one.
+        rows = torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     scaled = rows.to(wide) * token_scale
     if recipe != NO_WAVES:
