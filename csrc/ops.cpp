@@ -131,6 +131,7 @@ std::optional<int64_t> merged_stride(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyA
   std::optional<int64_t> stride;
   int64_t expected = 0;
   for (size_t i = last; i-- > first;) {
+    if (sizes[i] == 0) return 0;  // nowhere to walk
     if (sizes[i] == 1) continue;
     if (!stride) stride = strides[i];
     else if (strides[i] != expected) return std::nullopt;
@@ -303,36 +304,50 @@ Integers checked_ids(const Tensor& input, int64_t rows, Tensor& held, const char
 // ---- embed
 // -----------------------------------------------------------------------------------------------------------
 
-Tensor embed_into(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions, int64_t offset,
-                  double token_scale, const Recipe& recipe, const Tensor* out, const char* op) {
-  const bool batch_first = recipe.batch_first;
+// A checked call, and what its pointers need alive.
+struct PreparedEmbed {
   ForwardParams params;
+  std::shared_ptr<const FrequencyTable> table;
+  std::optional<Tensor> positions;
+  Tensor ids;
+  std::vector<int64_t> sizes;  // of the output
+};
+
+PreparedEmbed prepare_embed(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions,
+                            int64_t offset, const Recipe& recipe, const Tensor* out, const char* op) {
+  PreparedEmbed call{{}, nullptr, std::nullopt, input, {}};
+  ForwardParams& params = call.params;
   params.dtype = dtype_of(weight.scalar_type(), op, "weight");
   params.source = Source::gathered;
   POSENC_CHECK(weight.dim() == 2, op, "weight must have 2 dimensions [vocab_size, d_model], got shape ",
                text(weight.sizes()));
   check_same_device(input, "input", weight, "weight", op);
   const int64_t rows = weight.size(0), width = weight.size(1);
-  const auto table = set_recipe(params.waves, recipe, width, op);
-  params.grid = grid_of(input.sizes(), batch_first);
-  const auto held_positions =
-      set_positions(params.waves, positions, offset, input.sizes(), batch_first, params.grid, weight, "weight", op);
-  params.token_scale = token_scale;
+  call.table = set_recipe(params.waves, recipe, width, op);
+  params.grid = grid_of(input.sizes(), recipe.batch_first);
+  call.positions = set_positions(params.waves, positions, offset, input.sizes(), recipe.batch_first, params.grid,
+                                 weight, "weight", op);
   params.base = weight.const_data_ptr();
   params.row_stride = weight.stride(0);
   params.column_stride = width == 1 ? 1 : weight.stride(1);
-  const auto sizes = with_width(input.sizes(), width);
+  call.sizes = with_width(input.sizes(), width);
   if (out != nullptr) {
-    set_given_out(params, *out, sizes, weight.scalar_type(), batch_first, weight, "weight", op);
+    set_given_out(params, *out, call.sizes, weight.scalar_type(), recipe.batch_first, weight, "weight", op);
     check_disjoint(*out, weight, "weight", op);
     check_disjoint(*out, input, "input", op);
     if (positions) check_disjoint(*out, *positions, "positions", op);
   }
-  Tensor held_ids = input;
-  params.ids = checked_ids(input, rows, held_ids, op);
-  Tensor result = out != nullptr ? *out : empty(sizes, weight.scalar_type(), weight);
-  if (out == nullptr) set_new_out(params, result, input.dim(), batch_first);
-  run_forward(params);
+  params.ids = checked_ids(input, rows, call.ids, op);
+  return call;
+}
+
+Tensor embed_into(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions, int64_t offset,
+                  double token_scale, const Recipe& recipe, const Tensor* out, const char* op) {
+  PreparedEmbed call = prepare_embed(weight, input, positions, offset, recipe, out, op);
+  call.params.token_scale = token_scale;
+  Tensor result = out != nullptr ? *out : empty(call.sizes, weight.scalar_type(), weight);
+  if (out == nullptr) set_new_out(call.params, result, input.dim(), recipe.batch_first);
+  run_forward(call.params);
   return result;
 }
 
@@ -352,9 +367,10 @@ void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int
   embed_into(weight, input, positions, offset, token_scale, {base, flags, "embed"}, &out, "embed");
 }
 
-void check_ids(Tensor input, int64_t num_weights) {
-  Tensor held = input;
-  checked_ids(input, num_weights, held, "embed");
+// All the checks of embed_out (or of embed) and nothing else, for callers that must write somewhere before it.
+void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double base,
+                 int64_t flags, std::optional<Tensor> out) {
+  prepare_embed(weight, input, positions, offset, {base, flags, "embed"}, out ? &*out : nullptr, "embed");
 }
 
 // ---- the weight gradient
@@ -537,7 +553,10 @@ STABLE_TORCH_LIBRARY(posenc_ext, m) {
   m.def(
       "embed_out(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, "
       "float base, int flags, Tensor(a!) out) -> ()");
-  m.def("check_ids(Tensor input, SymInt num_weights) -> ()");
+  m.def(
+      "check_embed(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? "
+      "out=None) "
+      "-> ()");
   for (const char* name : {"embed_backward", "_embed_bwd"}) {
     m.def((std::string(name) + "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, "
                                "bool scale_grad_by_freq) -> Tensor")
@@ -567,7 +586,7 @@ STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) {
   m.impl("embed", TORCH_BOX(&embed));
   m.impl("_embed_fwd", TORCH_BOX(&embed_fwd));
   m.impl("embed_out", TORCH_BOX(&embed_out));
-  m.impl("check_ids", TORCH_BOX(&check_ids));
+  m.impl("check_embed", TORCH_BOX(&check_embed));
   m.impl("embed_backward", TORCH_BOX(&embed_backward));
   m.impl("_embed_bwd", TORCH_BOX(&embed_backward));
   m.impl("embed_backward_sparse", TORCH_BOX(&embed_backward_sparse));

@@ -141,10 +141,12 @@ def _embed(
     if token_scale is None:
         token_scale = math.sqrt(weight.shape[1])
     pad = -1 if padding_idx is None else _row_of(padding_idx, weight.shape[0])
-    if max_norm is not None:
-        _renormalise(weight, input, max_norm, norm_type)
     if out is not None:
         _refuse_gradient("embed", weight=weight, out=out)
+    if max_norm is not None:
+        _renormalise(weight, input, positions, offset, recipe, out, max_norm, norm_type)
+    if out is not None:
+        ops.check_offset("embed", offset)
         torch.ops.posenc_ext.embed_out(weight, input, positions, offset, token_scale, *recipe, out)
         return _written(out)
     return ops.embed(weight, input, positions, offset, token_scale, recipe, pad, scale_grad_by_freq, sparse)
@@ -181,6 +183,7 @@ def add_positional_encoding(
         positions = _spread(positions, x.shape[:-1], batch_first, "add_positional_encoding")
     if out is not None:
         _refuse_gradient("add_positional_encoding", x=x, out=out)
+        ops.check_offset("add_positional_encoding", offset)
         torch.ops.posenc_ext.add_positional_encoding_out(x, positions, offset, *recipe, out)
         return _written(out)
     return ops.add_positional_encoding(x, positions, offset, recipe)
@@ -227,6 +230,12 @@ def positional_encoding(
             raise ValueError(f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}")
         positions = torch.arange(positions_or_length, device=device)
         offset = offset + chosen.first_position
+        if offset + positions_or_length > 2**63:
+            raise ValueError(
+                f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} "
+                "exceeds the int64 range"
+            )
+    ops.check_offset("positional_encoding", offset)
     recipe = chosen.recipe(precision)
     if out is not None:
         _refuse_gradient("positional_encoding", out=out)
@@ -246,6 +255,7 @@ def angular_frequencies(
     if d_model < 1:
         raise ValueError(f"posenc_ext.angular_frequencies: d_model must be positive, got {d_model}")
     chosen = resolve(convention)
+    chosen.recipe(precision)  # refuses an unknown precision
     width = d_model + d_model % 2 if chosen.odd == "round_up" else d_model
     pairs = d_model // 2 if chosen.odd == "zero" else (d_model + 1) // 2
     table = _C.frequency_table(chosen.base, DIVISORS[chosen.divisor], width, pairs)
@@ -280,11 +290,21 @@ def _row_of(padding_idx: int, vocab_size: int) -> int:
     return padding_idx + vocab_size if padding_idx < 0 else padding_idx
 
 
-def _renormalise(weight: Tensor, input: Tensor, max_norm: float, norm_type: float) -> None:
+def _renormalise(
+    weight: Tensor,
+    input: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    recipe: Recipe,
+    out: Tensor | None,
+    max_norm: float,
+    norm_type: float,
+) -> None:
     if not max_norm > 0:
         raise ValueError(f"posenc_ext::embed: max_norm must be positive, got {max_norm}")
-    # Rows are scaled in place, so bad ids must be known before.
-    torch.ops.posenc_ext.check_ids(input, weight.shape[0])
+    # Rows are scaled in place, so whatever the call would refuse must be refused first.
+    ops.check_offset("embed", offset)
+    ops.check_embed(weight, input, positions, offset, *recipe, out)
     with torch.no_grad():
         torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
 

@@ -268,7 +268,9 @@ class TransformerEmbedding(nn.Module):
         else:
             positions = functional._spread(positions, x.shape, self.batch_first, "embed")
         if self.max_norm is not None:
-            functional._renormalise(self.weight, x, self.max_norm, self.norm_type)
+            functional._renormalise(
+                self.weight, x, positions, offset, self._recipe, None, self.max_norm, self.norm_type
+            )
         y = ops.embed(
             self.weight,
             x,

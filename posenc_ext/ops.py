@@ -7,8 +7,8 @@ formula registered on the op costs several microseconds even when nothing is dif
 differentiable, and so do direct callers.
 
 Under functorch transforms (`torch.func`) and forward-mode AD the same values are composed from PyTorch's own ops, which
-have all those rules; slower, bit-equal. That choice is made here: a direct call of `torch.ops.posenc_ext.*` under forward
-mode drops the tangent, as every custom op does, and must go through `posenc_ext.functional` instead.
+have all those rules; slower, bit-equal. That choice is made here: a direct call of `torch.ops.posenc_ext.*` under
+forward mode drops the tangent, as every custom op does, and must go through `posenc_ext.functional` instead.
 """
 
 from __future__ import annotations
@@ -41,13 +41,23 @@ _embed_bwd_sparse: _Pair = _ops._embed_bwd_sparse.default
 _add: _Op = _ops.add_positional_encoding.default
 _add_fwd: _Op = _ops._add_positional_encoding_fwd.default
 _encode: _Op = _ops.positional_encoding.default
+check_embed: Callable[..., None] = _ops.check_embed.default
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
 
 
+_INT64 = 2**63
+
+
 def _needs_composition() -> bool:
     return _transforms_active() or forward_ad._current_level >= 0
+
+
+def check_offset(op: str, offset: int) -> None:
+    """Refuse what the op's int64 argument cannot hold; the dispatcher's own message names neither."""
+    if not -_INT64 <= offset < _INT64:
+        raise ValueError(f"posenc_ext::{op}: offset {offset} exceeds the int64 range")
 
 
 # ---- embed -----------------------------------------------------------------------------------------------------------
@@ -74,6 +84,7 @@ def embed(
                 "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
             )
         return _embed(weight, input, positions, offset, token_scale, *recipe, padding_idx, scale_grad_by_freq, sparse)
+    check_offset("embed", offset)
     if _needs_composition():
         return _composed_embed(
             weight, input, positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse
@@ -171,6 +182,7 @@ def add_positional_encoding(x: Tensor, positions: Tensor | None, offset: int, re
     """X + waves(positions + offset), differentiable in x."""
     if _is_compiling():
         return _add(x, positions, offset, *recipe)
+    check_offset("add_positional_encoding", offset)
     if _needs_composition():
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         waves = _composed_waves(x.shape[:-1], x.shape[-1], positions, offset, recipe, wide, x.device)
@@ -276,6 +288,13 @@ def _check_integers(op: str, argument: str, tensor: Tensor) -> None:
     _require(good, op, f"{argument} must have dtype int64 or int32, got {tensor.dtype}")
 
 
+def _check_device(op: str, argument: str, tensor: Tensor | None, other: Tensor, name: str) -> None:
+    if tensor is not None and tensor.device != other.device:
+        raise ValueError(
+            f"posenc_ext::{op}: {argument} must be on the device of {name} ({other.device}), got {tensor.device}"
+        )
+
+
 def _check_floating(op: str, argument: str, dtype: torch.dtype) -> None:
     good = dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     _require(good, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}")
@@ -297,7 +316,8 @@ def _check_positions(op: str, positions: Tensor | None, token_shape: torch.Size)
     )
 
 
-def _check_out(op: str, out: Tensor, expected: Tensor) -> None:
+def _check_out(op: str, out: Tensor, expected: Tensor, name: str) -> None:
+    _check_device(op, "out", out, expected, name)
     _require(out.dtype == expected.dtype, op, f"out must have dtype {expected.dtype}, got {out.dtype}")
     good = out.shape == expected.shape
     _require(good, op, f"out must have shape {list(expected.shape)}, got {list(out.shape)}")
@@ -309,17 +329,20 @@ def _fake_embed(weight: Tensor, input: Tensor, positions: Tensor | None, *_: Any
     _require(weight.dim() == 2, op, f"weight must have 2 dimensions [vocab_size, d_model], got {list(weight.shape)}")
     _check_width(op, weight.shape[1])
     _check_integers(op, "input", input)
+    _check_device(op, "input", input, weight, "weight")
     _check_positions(op, positions, input.shape)
+    _check_device(op, "positions", positions, weight, "weight")
     return weight.new_empty((*input.shape, weight.shape[1]))
 
 
 def _fake_embed_out(weight: Tensor, input: Tensor, positions: Tensor | None, *args: Any) -> None:
-    _check_out("embed", args[-1], _fake_embed(weight, input, positions))
+    _check_out("embed", args[-1], _fake_embed(weight, input, positions), "weight")
 
 
 def _check_gradient(op: str, grad: Tensor, input: Tensor) -> None:
     _check_floating(op, "grad", grad.dtype)
     _check_integers(op, "input", input)
+    _check_device(op, "input", input, grad, "grad")
     good = grad.dim() == input.dim() + 1 and grad.shape[:-1] == input.shape
     _require(
         good,
@@ -345,11 +368,12 @@ def _fake_add(x: Tensor, positions: Tensor | None, *_: Any) -> Tensor:
     _require(x.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar")
     _check_width(op, x.shape[-1])
     _check_positions(op, positions, x.shape[:-1])
+    _check_device(op, "positions", positions, x, "x")
     return x.new_empty(x.shape)
 
 
 def _fake_add_out(x: Tensor, positions: Tensor | None, *args: Any) -> None:
-    _check_out("add_positional_encoding", args[-1], _fake_add(x, positions))
+    _check_out("add_positional_encoding", args[-1], _fake_add(x, positions), "x")
 
 
 def _fake_encode(positions: Tensor, d_model: int, *args: Any) -> Tensor:
@@ -361,11 +385,15 @@ def _fake_encode(positions: Tensor, d_model: int, *args: Any) -> Tensor:
 
 
 def _fake_encode_out(positions: Tensor, d_model: int, *args: Any) -> None:
-    _check_out("positional_encoding", args[-1], _fake_encode(positions, d_model, args[-1].dtype))
+    _check_out("positional_encoding", args[-1], _fake_encode(positions, d_model, args[-1].dtype), "positions")
 
 
-def _fake_check_ids(input: Tensor, num_weights: int) -> None:
-    _check_integers("embed", "input", input)
+def _fake_check_embed(
+    weight: Tensor, input: Tensor, positions: Tensor | None, *args: Any, out: Tensor | None = None
+) -> None:
+    expected = _fake_embed(weight, input, positions)
+    if (given := args[3] if len(args) > 3 else out) is not None:
+        _check_out("embed", given, expected, "weight")
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -381,7 +409,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "embed_out": _fake_embed_out,
     "add_positional_encoding_out": _fake_add_out,
     "positional_encoding_out": _fake_encode_out,
-    "check_ids": _fake_check_ids,
+    "check_embed": _fake_check_embed,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"posenc_ext::{_name}", _fake)

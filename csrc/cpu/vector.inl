@@ -162,8 +162,10 @@ POSENC_HD float float_of_half(uint16_t half) {
   if (magnitude >= 0x7C00u) {  // infinity, or a NaN made quiet
     return bit_cast<float>(sign | 0x7F800000u | (magnitude << 13) | (magnitude > 0x7C00u ? 0x400000u : 0u));
   }
-  // As the bits of a float the magnitude is 2^-112 of its value, subnormal numbers included.
-  return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
+  // A subnormal half is a count of 2^-24; its bits are not taken for those of a (subnormal) float, which may be flushed.
+  const uint32_t bits = magnitude < 0x400u ? bit_cast<uint32_t>(static_cast<float>(magnitude) * 0x1p-24f)
+                                           : (magnitude << 13) + (112u << 23);
+  return bit_cast<float>(sign | bits);
 }
 
 POSENC_HD uint16_t half_of_float(float value) {
