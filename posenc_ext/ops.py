@@ -50,10 +50,6 @@ _is_compiling = torch.compiler.is_compiling
 _INT64 = 2**63
 
 
-def _needs_composition() -> bool:
-    return _transforms_active() or forward_ad._current_level >= 0
-
-
 def check_offset(op: str, offset: int) -> None:
     """Refuse what the op's int64 argument cannot hold; the dispatcher's own message names neither."""
     if not -_INT64 <= offset < _INT64:
@@ -85,7 +81,7 @@ def embed(
             )
         return _embed(weight, input, positions, offset, token_scale, *recipe, padding_idx, scale_grad_by_freq, sparse)
     check_offset("embed", offset)
-    if _needs_composition():
+    if _transforms_active() or forward_ad._current_level >= 0:
         return _composed_embed(
             weight, input, positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse
         )
@@ -183,7 +179,7 @@ def add_positional_encoding(x: Tensor, positions: Tensor | None, offset: int, re
     if _is_compiling():
         return _add(x, positions, offset, *recipe)
     check_offset("add_positional_encoding", offset)
-    if _needs_composition():
+    if _transforms_active() or forward_ad._current_level >= 0:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         waves = _composed_waves(x.shape[:-1], x.shape[-1], positions, offset, recipe, wide, x.device)
         return (x.to(wide) + waves).to(x.dtype)
