@@ -275,13 +275,14 @@ def _spread(positions: Tensor, token_shape: torch.Size, batch_first: bool, op: s
     given = positions
     if positions.dim() == 1 and not batch_first and len(token_shape) > 1:
         positions = positions.reshape([-1] + [1] * (len(token_shape) - 1))
-    try:
-        return positions.expand(token_shape)
-    except RuntimeError:
+    # Not by catching what expand raises: a traced call would not get there.
+    pairs = zip(reversed(positions.shape), reversed(token_shape), strict=False)
+    if positions.dim() > len(token_shape) or any(size not in (1, tokens) for size, tokens in pairs):
         raise ValueError(
             f"posenc_ext::{op}: positions must be broadcastable to the tokens {list(token_shape)}, or 1-D along the "
             f"sequence, got shape {list(given.shape)}"
-        ) from None
+        )
+    return positions.expand(token_shape)
 
 
 def _row_of(padding_idx: int, vocab_size: int) -> int:

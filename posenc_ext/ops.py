@@ -42,12 +42,17 @@ _add: _Op = _ops.add_positional_encoding.default
 _add_fwd: _Op = _ops._add_positional_encoding_fwd.default
 _encode: _Op = _ops.positional_encoding.default
 check_embed: Callable[..., None] = _ops.check_embed.default
+torch.fx.node.has_side_effect(check_embed)  # it returns nothing, and must be kept in a traced graph
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
 
 
 _INT64 = 2**63
+
+
+def _needs_composition() -> bool:
+    return _transforms_active() or forward_ad._current_level >= 0
 
 
 def check_offset(op: str, offset: int) -> None:
@@ -74,14 +79,14 @@ def embed(
 
     `padding_idx` is -1 for none; `positions`, where given, has the shape of `input`.
     """
-    if _is_compiling():
+    if _is_compiling() and not _needs_composition():
         if sparse:
             raise NotImplementedError(
                 "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
             )
         return _embed(weight, input, positions, offset, token_scale, *recipe, padding_idx, scale_grad_by_freq, sparse)
     check_offset("embed", offset)
-    if _transforms_active() or forward_ad._current_level >= 0:
+    if _needs_composition():
         return _composed_embed(
             weight, input, positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse
         )
@@ -121,6 +126,8 @@ def _weight_gradient(
     # With create_graph the op that has a formula of its own is taken, so that the double backward is right.
     recorded = torch.is_grad_enabled() and grad.requires_grad
     arguments = (grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq)
+    if _needs_composition():  # forward mode over the backward pass
+        return _composed_weight_gradient(*arguments, sparse)
     if not sparse:
         return _embed_backward(*arguments) if recorded or _is_compiling() else _embed_bwd(*arguments)
     rows, values = _embed_backward_sparse(*arguments) if recorded else _embed_bwd_sparse(*arguments)
@@ -128,6 +135,26 @@ def _weight_gradient(
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), values, (num_weights, values.shape[1]), is_coalesced=True, check_invariants=False
     )
+
+
+def _composed_weight_gradient(
+    grad: Tensor,
+    input: Tensor,
+    num_weights: int,
+    token_scale: float,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+) -> Tensor:
+    if sparse:
+        raise NotImplementedError(
+            "posenc_ext::embed_backward_sparse: forward mode and torch.func have no sparse gradients"
+        )
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    result: Tensor = torch.ops.aten.embedding_dense_backward(
+        grad.to(wide) * token_scale, input, num_weights, padding_idx, scale_grad_by_freq
+    )
+    return result.to(grad.dtype)
 
 
 def _composed_embed(
@@ -176,10 +203,10 @@ def _composed_waves(
 
 def add_positional_encoding(x: Tensor, positions: Tensor | None, offset: int, recipe: Recipe) -> Tensor:
     """X + waves(positions + offset), differentiable in x."""
-    if _is_compiling():
+    if _is_compiling() and not _needs_composition():
         return _add(x, positions, offset, *recipe)
     check_offset("add_positional_encoding", offset)
-    if _transforms_active() or forward_ad._current_level >= 0:
+    if _needs_composition():
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         waves = _composed_waves(x.shape[:-1], x.shape[-1], positions, offset, recipe, wide, x.device)
         return (x.to(wide) + waves).to(x.dtype)

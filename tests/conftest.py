@@ -1,0 +1,27 @@
+"""Fixtures: what a test changes for the whole process is put back after it."""
+
+import pytest
+import torch
+
+from posenc_ext import _C
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def threads():
+    """Call it to set the number of threads."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def force_isa():
+    """Call it to choose the instruction set."""
+    before = _C.active_isa()
+    yield _C.force_isa
+    _C.force_isa(before)

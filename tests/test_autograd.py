@@ -1,0 +1,543 @@
+"""Derivatives: right to the second order, by every route that torch has to them, and never dropped in silence."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from helpers import Sample, assert_same_bits, sample_inputs, true_gradient
+from torch import Tensor, nn
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import posenc_ext
+from posenc_ext import CONVENTIONS, functional, reference
+
+ops = torch.ops.posenc_ext
+
+V, D, B, T = 6, 5, 2, 3
+SCALE = 1.75
+RECIPE = CONVENTIONS["vaswani"].recipe()
+IDS = torch.tensor([[1, 4, 1], [0, 1, 5]])
+
+
+def weight64() -> Tensor:
+    return torch.randn(V, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def x64() -> Tensor:
+    return torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+# Every way to call the layer, as functions of the one tensor that is differentiated.
+CALLS = {
+    "embed": (lambda w: functional.embed(IDS, w), weight64),
+    "embed, positions": (lambda w: functional.embed(IDS, w, positions=IDS * 3 - 1, offset=2), weight64),
+    "embed, sequence first": (lambda w: functional.embed(IDS, w, batch_first=False), weight64),
+    "scaled_embedding": (lambda w: functional.scaled_embedding(IDS, w, token_scale=SCALE), weight64),
+    "add": (lambda x: functional.add_positional_encoding(x, offset=3), x64),
+    "add, positions": (lambda x: functional.add_positional_encoding(x, positions=IDS), x64),
+    "ops.embed": (lambda w: ops.embed(w, IDS, None, 2, SCALE, *RECIPE), weight64),
+    "ops.embed, positions": (lambda w: ops.embed(w, IDS, IDS, 2, SCALE, *RECIPE), weight64),
+    "ops.add": (lambda x: ops.add_positional_encoding(x, None, 2, *RECIPE), x64),
+}
+FUNCTIONAL = {name: call for name, call in CALLS.items() if not name.startswith("ops.")}
+DIRECT = {name: call for name, call in CALLS.items() if name.startswith("ops.")}
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+every_functional = pytest.mark.parametrize("call", FUNCTIONAL.values(), ids=FUNCTIONAL)
+every_direct = pytest.mark.parametrize("call", DIRECT.values(), ids=DIRECT)
+
+
+def samples() -> list[Sample]:
+    """Calls whose weight gradient is the derivative: the flags leave out or divide parts of it."""
+    flagged = ("padding_idx", "scale_grad_by_freq")
+    return [s for s in sample_inputs("cpu", torch.float64, True) if not any(flag in s.kwargs for flag in flagged)]
+
+
+# ---- first and second order ------------------------------------------------------------------------------------------
+
+
+@every_functional
+def test_derivatives_of_the_functional_forms(call):
+    function, argument = call
+    assert gradcheck(
+        function, argument(), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+    assert gradgradcheck(function, argument(), check_fwd_over_rev=True, check_batched_grad=True)
+
+
+@every_direct
+def test_derivatives_of_the_ops(call):
+    function, argument = call
+    assert gradcheck(function, argument(), check_batched_grad=True)
+    assert gradgradcheck(function, argument())
+
+
+@pytest.mark.parametrize("sample", samples(), ids=lambda s: s.name)
+def test_derivatives_of_every_kind_of_call(sample):
+    def function(weight: Tensor) -> Tensor:
+        return functional.embed(sample.input, weight, **sample.kwargs)
+
+    assert gradcheck(function, sample.weight)
+    assert gradgradcheck(function, sample.weight)
+    # Through an op of its own before it: a weight that is no leaf.
+    assert gradcheck(lambda weight: function(weight.sin()), sample.weight)
+
+
+def double(module: nn.Module) -> nn.Module:
+    torch.manual_seed(3)
+    for parameter in module.double().parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+MODULES = {
+    "Embeddings": (lambda: double(posenc_ext.Embeddings(D, V)), IDS),
+    "TransformerEmbedding": (lambda: double(posenc_ext.TransformerEmbedding(V, D, convention="fairseq")), IDS),
+    "PositionalEncoding": (lambda: double(posenc_ext.PositionalEncoding(D)), x64().detach()),
+    "LearnedPositionalEmbedding": (lambda: double(posenc_ext.LearnedPositionalEmbedding(9, D)), x64().detach()),
+}
+
+
+@pytest.mark.parametrize("case", MODULES.values(), ids=MODULES)
+def test_derivatives_through_modules(case):
+    build, value = case
+    module = build()
+    names = [name for name, _ in module.named_parameters()]
+    arguments = [parameter.detach().clone().requires_grad_() for parameter in module.parameters()]
+    if value.is_floating_point():
+        arguments.append(value.clone().requires_grad_())
+
+    options = {} if isinstance(module, posenc_ext.Embeddings) else {"offset": 2}
+
+    def function(*tensors: Tensor) -> Tensor:
+        x = tensors[-1] if value.is_floating_point() else value
+        return torch.func.functional_call(module, dict(zip(names, tensors, strict=False)), (x,), options)
+
+    assert gradcheck(function, arguments, check_forward_ad=True)
+    assert gradgradcheck(function, arguments)
+
+
+# ---- the backward ops ------------------------------------------------------------------------------------------------
+
+FLAGS = list(itertools.product([-1, 1, 3], [False, True]))  # 3 is looked up nowhere
+every_flag = pytest.mark.parametrize(("padding_idx", "by_frequency"), FLAGS)
+every_id_type = pytest.mark.parametrize("id_type", [torch.int64, torch.int32])
+
+
+def dense(rows: Tensor, values: Tensor) -> Tensor:
+    return torch.zeros(V, D, dtype=values.dtype).index_add(0, rows, values)
+
+
+@every_flag
+@every_id_type
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_weight_gradient_is_differentiable_in_the_output_gradient(padding_idx, by_frequency, id_type, sparse):
+    """It is linear in it whatever the flags, even those that make it no derivative itself."""
+    arguments = (IDS.to(id_type), V, SCALE, padding_idx, by_frequency)
+
+    def function(grad: Tensor) -> Tensor:
+        return dense(*ops.embed_backward_sparse(grad, *arguments)) if sparse else ops.embed_backward(grad, *arguments)
+
+    grad = x64()
+    expected, bound = true_gradient(grad, IDS, V, SCALE, padding_idx, by_frequency)
+    assert (function(grad).detach() - torch.from_numpy(expected)).abs().le(torch.from_numpy(bound) + 1e-15).all()
+    assert gradcheck(function, grad)
+    assert gradgradcheck(function, grad)
+
+
+@every_flag
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("form", ["functional", "op"])
+def test_double_backward_through_embed(padding_idx, by_frequency, sparse, form):
+    """create_graph: the weight gradient knows the output gradient it came from."""
+    weight, grad = weight64(), x64()
+    if form == "functional":
+        padding = None if padding_idx < 0 else padding_idx
+        y = functional.embed(
+            IDS, weight, token_scale=SCALE, padding_idx=padding, scale_grad_by_freq=by_frequency, sparse=sparse
+        )
+    else:
+        y = ops.embed(weight, IDS, None, 0, SCALE, *RECIPE, padding_idx, by_frequency, sparse)
+    (first,) = torch.autograd.grad(y, weight, grad, create_graph=True)
+    assert first.grad_fn is not None
+    assert first.is_sparse == sparse
+    probe = torch.randn(V, D, dtype=torch.float64)
+    (second,) = torch.autograd.grad((first.to_dense() * probe).sum(), grad)
+    # The transpose of the map from output gradient to weight gradient.
+    counts = torch.bincount(IDS.flatten(), minlength=V)[IDS].unsqueeze(-1)
+    expected = probe[IDS] * SCALE / (counts if by_frequency else 1) * IDS.ne(padding_idx).unsqueeze(-1)
+    torch.testing.assert_close(second, expected)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_double_backward_with_nothing_but_padding(sparse):
+    weight, ids = weight64(), torch.full((B, T), 2)
+    y = functional.embed(ids, weight, padding_idx=2, sparse=sparse)
+    (first,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
+    (second,) = torch.autograd.grad(first.to_dense().square().sum(), weight, allow_unused=True)
+    assert first.to_dense().count_nonzero() == 0
+    assert second is None or second.to_dense().count_nonzero() == 0
+
+
+@every_call
+def test_create_graph_gives_a_gradient_with_a_graph(call):
+    function, argument = call
+    value = argument()
+    (gradient,) = torch.autograd.grad(function(value).square().sum(), value, create_graph=True)
+    assert gradient.grad_fn is not None
+    (second,) = torch.autograd.grad(gradient.sum(), value)
+    assert second.count_nonzero() > 0
+    # Without it the graph ends there.
+    (gradient,) = torch.autograd.grad(function(value).square().sum(), value)
+    assert gradient.grad_fn is None
+
+
+# ---- nothing is dropped ----------------------------------------------------------------------------------------------
+
+
+@every_call
+def test_the_output_requires_a_gradient_when_the_input_does(call):
+    function, argument = call
+    assert function(argument()).requires_grad
+    assert not function(argument().detach()).requires_grad
+    with torch.no_grad():
+        assert not function(argument()).requires_grad
+    with torch.inference_mode():
+        result = function(argument())
+        assert result.is_inference()
+    assert torch.equal(result, function(argument()).detach())
+
+
+@every_call
+def test_inference_tensors(call):
+    """Weights made in inference mode may be used outside it."""
+    function, argument = call
+    with torch.inference_mode():
+        made = argument().detach().clone()
+    assert torch.equal(function(made), function(argument()).detach())
+
+
+RAW = {
+    "_embed_fwd": (lambda w: ops._embed_fwd(w, IDS, None, 0, SCALE, *RECIPE), weight64),
+    "_embed_bwd": (lambda g: ops._embed_bwd(g, IDS, V, SCALE, -1, False), x64),
+    "_embed_bwd_sparse": (lambda g: ops._embed_bwd_sparse(g, IDS, V, SCALE, -1, False)[1], x64),
+    "_add_positional_encoding_fwd": (lambda x: ops._add_positional_encoding_fwd(x, None, 0, *RECIPE), x64),
+}
+
+
+@pytest.mark.parametrize("call", RAW.values(), ids=RAW)
+def test_raw_ops_do_not_pass_for_differentiable(call):
+    """They have no formula. Who differentiates one hears of it, from an error or a warning."""
+    function, argument = call
+    value = argument()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(
+            (RuntimeError, UserWarning), match=r"autograd kernel was not registered|does not require grad"
+        ):
+            function(value).sum().backward()
+
+
+def tangent_of(result: Tensor) -> Tensor | None:
+    return forward_ad.unpack_dual(result).tangent
+
+
+@every_functional
+def test_dual_tensors(call):
+    """Forward mode: the layer is linear but for the encoding, which has no tangent."""
+    function, argument = call
+    value = argument().detach()
+    tangent = torch.randn_like(value)
+    with forward_ad.dual_level():
+        result = function(forward_ad.make_dual(value, tangent))
+        primal, got = forward_ad.unpack_dual(result)
+    assert torch.equal(primal, function(value))
+    torch.testing.assert_close(got, function(tangent) - function(torch.zeros_like(tangent)))
+
+
+@every_call
+def test_forward_mode_over_the_backward_pass(call):
+    """A forward pass of long ago, and a dual output gradient now."""
+    function, argument = call
+    value = argument()
+    y = function(value)
+    grad, tangent = torch.randn_like(y), torch.randn_like(y)
+    (expected,) = torch.autograd.grad(y, value, tangent, retain_graph=True)
+    with forward_ad.dual_level():
+        try:
+            got = tangent_of(torch.autograd.grad(y, value, forward_ad.make_dual(grad, tangent))[0])
+        except (NotImplementedError, RuntimeError):
+            return
+    assert got is not None
+    torch.testing.assert_close(got, expected)
+
+
+def test_ids_changed_before_the_backward_pass_are_noticed():
+    for form in (lambda w, i: functional.embed(i, w), lambda w, i: ops.embed(w, i, None, 0, SCALE, *RECIPE)):
+        ids = IDS.clone()
+        y = form(weight64(), ids)
+        ids.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_the_weight_may_change_before_the_backward_pass():
+    """It is not kept: the gradient does not depend on it."""
+    weight = weight64()
+    y = functional.embed(IDS, weight)
+    with torch.no_grad():
+        weight.zero_()
+    y.sum().backward()
+    assert weight.grad.count_nonzero() > 0
+
+
+def test_the_graph_can_be_walked_twice_if_kept():
+    weight = weight64()
+    y = functional.embed(IDS, weight)
+    y.sum().backward(retain_graph=True)
+    once = weight.grad.clone()
+    y.sum().backward()
+    assert torch.equal(weight.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+# ---- torch.func ------------------------------------------------------------------------------------------------------
+
+
+def textbook(ids: Tensor, weight: Tensor) -> Tensor:
+    """The formula of `functional.embed` from torch's own ops."""
+    rows = F.embedding(ids, weight) * weight.shape[-1] ** 0.5
+    return rows + functional.positional_encoding(ids.shape[-1], weight.shape[-1], dtype=weight.dtype)
+
+
+def loss(ids: Tensor, weight: Tensor) -> Tensor:
+    return functional.embed(ids, weight).sin().sum()
+
+
+def textbook_loss(ids: Tensor, weight: Tensor) -> Tensor:
+    return textbook(ids, weight).sin().sum()
+
+
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "hessian"])
+def test_transforms_of_a_loss(transform):
+    weight = weight64().detach()
+    transformed = getattr(torch.func, transform)
+    got = transformed(loss, argnums=1)(IDS, weight)
+    torch.testing.assert_close(got, transformed(textbook_loss, argnums=1)(IDS, weight))
+    assert got.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("name", ["jacobian", "hessian"])
+def test_autograd_functional(name, vectorize):
+    weight = weight64().detach()
+    transformed = getattr(torch.autograd.functional, name)
+    functions = (functional.embed, textbook) if name == "jacobian" else (loss, textbook_loss)
+    got, expected = (transformed(lambda w, f=f: f(IDS, w), weight, vectorize=vectorize) for f in functions)
+    torch.testing.assert_close(got, expected)
+
+
+def test_jvp_and_vjp():
+    weight, tangent = weight64().detach(), torch.randn(V, D, dtype=torch.float64)
+    primal, got = torch.func.jvp(lambda w: functional.embed(IDS, w), (weight,), (tangent,))
+    assert torch.equal(primal, functional.embed(IDS, weight))
+    torch.testing.assert_close(got, tangent[IDS] * D**0.5)
+    primal, pull = torch.func.vjp(lambda w: functional.embed(IDS, w), weight)
+    grad = torch.randn_like(primal)
+    expected = torch.zeros_like(weight).index_add_(0, IDS.flatten(), grad.reshape(-1, D) * D**0.5)
+    torch.testing.assert_close(pull(grad)[0], expected)
+
+
+@pytest.mark.parametrize("padding_idx", [1, -1])
+def test_jacobians_agree_under_padding(padding_idx):
+    """Both modes leave the padding row out, or forward mode refuses: they may not differ."""
+    weight = weight64().detach()
+
+    def function(w: Tensor) -> Tensor:
+        return functional.embed(IDS, w, padding_idx=padding_idx)
+
+    reverse = torch.func.jacrev(function)(weight)
+    assert reverse[..., padding_idx, :].count_nonzero() == 0
+    torch.testing.assert_close(torch.func.jacfwd(function)(weight), reverse)
+
+
+VMAPPED = {
+    "ids": (lambda i, w, p: functional.embed(i, w), (0, None, None)),
+    "ids of the second axis": (lambda i, w, p: functional.embed(i, w), (1, None, None)),
+    "weights": (lambda i, w, p: functional.embed(i, w), (None, 0, None)),
+    "ids and weights": (lambda i, w, p: functional.embed(i, w, offset=4), (0, 0, None)),
+    "positions": (lambda i, w, p: functional.embed(i, w, positions=p), (0, None, 0)),
+    "ids, sequence first": (lambda i, w, p: functional.embed(i, w, batch_first=False), (0, None, None)),
+    "no waves": (lambda i, w, p: functional.scaled_embedding(i, w), (0, None, None)),
+    "x": (lambda i, w, p: functional.add_positional_encoding(w, offset=2), (None, 0, None)),
+    "x, positions": (lambda i, w, p: functional.add_positional_encoding(w[:T], positions=p[0]), (None, 0, 0)),
+    "ops.embed, ids": (lambda i, w, p: ops.embed(w, i, None, 0, SCALE, *RECIPE), (0, None, None)),
+    "ops.embed, weights": (lambda i, w, p: ops.embed(w, i, None, 0, SCALE, *RECIPE), (None, 0, None)),
+    "ops.add": (lambda i, w, p: ops.add_positional_encoding(w, None, 2, *RECIPE), (None, 0, None)),
+    "positional_encoding": (lambda i, w, p: functional.positional_encoding(p, D), (None, None, 0)),
+}
+
+
+@pytest.mark.parametrize("case", VMAPPED.values(), ids=VMAPPED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vmap(case, dtype):
+    """The values of a loop, to the bit."""
+    function, axes = case
+    count = 3
+    arguments = [
+        torch.randint(V, (count, B, count)),
+        torch.randn(count, V, D).to(dtype),
+        torch.randint(-50, 50, (count, B, count)),
+    ]
+    arguments = [a if axis is not None else a[0] for a, axis in zip(arguments, axes, strict=True)]
+    loop = [
+        function(*(a if axis is None else a.select(axis, k) for a, axis in zip(arguments, axes, strict=True)))
+        for k in range(arguments[0].shape[1] if axes[0] == 1 else count)
+    ]
+    assert_same_bits(torch.func.vmap(function, axes)(*arguments), torch.stack(loop))
+
+
+@pytest.mark.parametrize("flags", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}])
+def test_gradients_per_sample(flags):
+    """`grad` inside `vmap`: the gradient of each row of the batch on its own."""
+    weight = weight64().detach()
+
+    def function(ids: Tensor, w: Tensor) -> Tensor:
+        return functional.embed(ids, w, **flags).sin().sum()
+
+    got = torch.func.vmap(torch.func.grad(function, argnums=1), (0, None))(IDS, weight)
+    for row, ids in zip(got, IDS, strict=True):
+        value = weight.clone().requires_grad_()
+        function(ids, value).backward()
+        torch.testing.assert_close(row, value.grad)
+
+
+def test_ensembles():
+    """Stacked modules run as one."""
+    modules = [posenc_ext.TransformerEmbedding(V, D) for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(modules)
+
+    def call(p: dict, b: dict, ids: Tensor) -> Tensor:
+        return torch.func.functional_call(modules[0], (p, b), (ids,))
+
+    got = torch.func.vmap(call, (0, 0, None))(parameters, buffers, IDS)
+    assert torch.equal(got, torch.stack([module(IDS) for module in modules]))
+
+
+def test_many_gradients_at_once():
+    """`is_grads_batched` runs the backward pass under vmap."""
+    weight = weight64()
+    y = functional.embed(IDS, weight)
+    grads = torch.randn(4, *y.shape, dtype=torch.float64)
+    (got,) = torch.autograd.grad(y, weight, grads, is_grads_batched=True, retain_graph=True)
+    loop = [torch.autograd.grad(y, weight, g, retain_graph=True)[0] for g in grads]
+    torch.testing.assert_close(got, torch.stack(loop))
+
+
+@every_direct
+def test_grad_transform_of_the_ops_is_right_or_refused(call):
+    """Forward mode over a direct call of an op is not: see posenc_ext/ops.py."""
+    function, argument = call
+    value = argument().detach()
+
+    def scalar(v: Tensor) -> Tensor:
+        return function(v).sin().sum()
+
+    leaf = argument()
+    scalar(leaf).backward()
+    try:
+        got, expected = torch.func.grad(scalar)(value), leaf.grad
+    except (NotImplementedError, RuntimeError):
+        return
+    torch.testing.assert_close(got, expected)
+
+
+# ---- autocast --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["functional", "op"])
+def test_autocast_leaves_the_dtype_of_the_weight(form, dtype):
+    """As `F.embedding` does; and the backward pass sees the type that the forward pass gave."""
+    weight = torch.randn(V, D, dtype=dtype, requires_grad=True)
+    seen = []
+    with torch.autocast("cpu", torch.bfloat16):
+        y = functional.embed(IDS, weight) if form == "functional" else ops.embed(weight, IDS, None, 0, SCALE, *RECIPE)
+        y.register_hook(lambda grad: seen.append(grad.dtype))
+        z = F.linear(functional.add_positional_encoding(y), torch.randn(D, D))
+    assert y.dtype == dtype == F.embedding(IDS, weight).dtype
+    assert z.dtype == torch.bfloat16
+    z.float().sum().backward()
+    assert seen == [dtype]
+    assert weight.grad.dtype == dtype
+    plain = functional.embed(IDS, weight) if form == "functional" else ops.embed(weight, IDS, None, 0, SCALE, *RECIPE)
+    assert torch.equal(plain, y)
+
+
+# ---- inside training -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_activation_checkpointing(reentrant, dropout):
+    module = posenc_ext.TransformerEmbedding(V, D, dropout=dropout)
+    encoding = posenc_ext.PositionalEncoding(D, dropout=dropout)
+    anchor = torch.ones((), requires_grad=True)  # a reentrant checkpoint asks for an input with a gradient
+
+    def block(ids: Tensor, factor: Tensor) -> Tensor:
+        return encoding(module(ids) * factor).sin()
+
+    gradients = []
+    for run in (block, lambda *a: checkpoint(block, *a, use_reentrant=reentrant)):
+        torch.manual_seed(5)
+        module.zero_grad()
+        run(IDS, anchor).sum().backward()
+        gradients.append(module.weight.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0].count_nonzero() > 0
+
+
+class Tiny(nn.Module):
+    """A layer of attention on top, so that the gradients are those of a real model."""
+
+    def __init__(self, input_layer: nn.Module) -> None:
+        super().__init__()
+        self.input_layer = input_layer
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.output = nn.Linear(8, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.output(self.block(self.input_layer(ids)))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("kind", ["pair", "whole"])
+def test_training_equals_training_the_textbook_model(optimizer, kind):
+    ids = torch.randint(V, (4, 6), generator=torch.Generator().manual_seed(0))
+
+    def train(fused: bool) -> tuple[list[float], Tensor]:
+        torch.manual_seed(6)
+        source = posenc_ext if fused and kind == "pair" else reference
+        pair = nn.Sequential(source.Embeddings(8, V), source.PositionalEncoding(8))
+        model = Tiny(posenc_ext.fuse(pair) if fused and kind == "whole" else pair)
+        steps = optimizer(model.parameters(), lr=0.02)
+        losses = []
+        for _ in range(6):
+            steps.zero_grad()
+            value = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            value.backward()
+            steps.step()
+            losses.append(value.item())
+        assert isinstance(model.input_layer, posenc_ext.TransformerEmbedding) == (fused and kind == "whole")
+        return losses, next(model.parameters()).detach()
+
+    losses, weight = train(True)
+    expected_losses, expected = train(False)
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    torch.testing.assert_close(weight, expected, atol=2e-4, rtol=1e-3)
+    assert losses[-1] < losses[0]

@@ -1,0 +1,463 @@
+"""The weight gradient, dense and sparse."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import DTYPES, assert_close, assert_same_bits, dirty_memory, name_of, sample_inputs, true_gradient, wide
+
+from posenc_ext import CONVENTIONS, ops
+from posenc_ext.functional import add_positional_encoding, embed, scaled_embedding
+
+SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+
+
+def gradient(grad, ids, rows, *, sparse=False, **kwargs):
+    """The gradient that a table of the dtype of `grad` gets through embed, out of memory that held NaNs before."""
+    weight = torch.randn(rows, grad.shape[-1]).to(grad.dtype).requires_grad_()
+    out = embed(ids, weight, sparse=sparse, **kwargs)
+    dirty_memory(weight.numel(), weight.numel() // 2, weight.numel() * 2)
+    (got,) = torch.autograd.grad(out, weight, grad)
+    assert got.dtype == grad.dtype
+    assert got.shape == weight.shape
+    assert got.is_sparse == sparse
+    if sparse:
+        assert_coalesced(got)
+        return got.to_dense()
+    assert got.is_contiguous()
+    return got
+
+
+def assert_coalesced(sparse):
+    assert sparse.is_coalesced()
+    rows = sparse._indices()[0]
+    assert (rows[1:] > rows[:-1]).all(), "rows must be sorted and unique"
+
+
+def assert_right(got, grad, ids, rows, scale, padding_idx=-1, by_frequency=False, what=""):
+    want, bound = true_gradient(grad, ids, rows, scale, padding_idx, by_frequency)
+    assert_close(got, want, bound, what)
+    used = torch.zeros(rows, dtype=torch.bool)
+    used[ids.long().reshape(-1)] = True
+    if padding_idx >= 0:
+        used[padding_idx] = False
+    assert_same_bits(got[~used], torch.zeros_like(got[~used]), f"{what}, rows not used")  # positive zeros
+
+
+def assert_both_right(grad, ids, rows, scale, **kwargs):
+    dense = gradient(grad, ids, rows, **kwargs)
+    assert_right(dense, grad, ids, rows, scale, what=f"{rows} rows")
+    assert_same_bits(gradient(grad, ids, rows, sparse=True, **kwargs), dense, f"{rows} rows, sparse")
+
+
+# ---- against sums in double precision --------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 31, 64, 127, 130, 513, 1030])
+def test_widths(dtype, width):
+    ids = torch.randint(12, (4, 9))
+    grad = torch.randn(4, 9, width).to(dtype)
+    assert_both_right(grad, ids, 20, math.sqrt(width))
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 128, 129, 1000, 4097, 20000])
+def test_token_counts(dtype, tokens):
+    grad = torch.randn(tokens, 9).to(dtype)
+    for rows in (1, 7, 300):
+        assert_both_right(grad, torch.randint(rows, (tokens,)), rows, 0.7, token_scale=0.7)
+
+
+def id_patterns(tokens, rows):
+    half = torch.randint(rows, (tokens,))
+    half[torch.randperm(tokens)[: tokens // 2]] = 5
+    return {
+        "all equal": torch.full((tokens,), 3),
+        "all equal, last row": torch.full((tokens,), rows - 1),
+        "half equal": half,
+        "two by turns": torch.arange(tokens) % 2 * (rows - 1),
+        "ascending": torch.arange(tokens) * rows // tokens,
+        "descending": (torch.arange(tokens) * rows // tokens).flip(0),
+        "a third hot, first row": torch.randint(rows, (tokens,)) * (torch.arange(tokens) % 3 != 0),
+    }
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("pattern", id_patterns(10, 6))
+@pytest.mark.parametrize("tokens", [100, 5000])
+def test_hot_ids(dtype, pattern, tokens):
+    """More than a piece of 64 tokens, and more than 4096, on one id; 140 columns are more than a thread takes of it."""
+    ids = id_patterns(tokens, 50)[pattern]
+    grad = torch.randn(tokens, 140).to(dtype)
+    assert_both_right(grad, ids, 50, 1.5, token_scale=1.5)
+
+
+@pytest.mark.parametrize("rows", [70_000, 300_000])
+def test_tables_with_more_rows_than_fit_in_two_digits_of_the_sort(rows):
+    ids = torch.cat([torch.randint(rows, (500,)), torch.tensor([0, rows - 1, 65535, 65536, 255, 256, 0, rows - 1])])
+    grad = torch.randn(len(ids), 3)
+    assert_right(gradient(grad, ids, rows), grad, ids, rows, math.sqrt(3))
+
+
+@EACH_DTYPE
+def test_sums_are_made_in_pieces_in_token_order(dtype):
+    """The order is part of the definition: pieces of 64 tokens, each from left to right, added from left to right."""
+    real = np.float64 if dtype == torch.float64 else np.float32
+    ids = torch.randint(3, (700,))
+    grad = torch.randn(700, 21).to(dtype)
+    got = gradient(grad, ids, 3, token_scale=1.7)
+    for row in range(3):
+        values = grad[ids == row].to(wide(dtype)).numpy()
+        pieces = []
+        for start in range(0, len(values), 64):
+            total = values[start]
+            for value in values[start + 1 : start + 64]:
+                total = total + value
+            pieces.append(total)
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = total + piece
+        assert total.dtype == real
+        assert_same_bits(got[row], torch.from_numpy(total * real(1.7)).to(dtype), f"row {row}")
+
+
+@SPARSE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+def test_16_bit_sums_are_rounded_once(sparse, dtype):
+    ids = torch.randint(5, (3000,))
+    grad = torch.randn(3000, 20).to(dtype)
+    want = gradient(grad.float(), ids, 5).to(dtype)
+    assert_same_bits(gradient(grad, ids, 5, sparse=sparse), want, "gradient")
+
+
+@SPARSE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+def test_a_hot_token_loses_no_small_contribution(sparse, dtype):
+    """Ten thousand equal terms; a 16-bit sum would stand still at the 256th (bf16) or 2048th."""
+    grad = torch.full((10_000, 40), 0.25, dtype=dtype)
+    got = gradient(grad, torch.full((10_000,), 2), 4, sparse=sparse, token_scale=1.0)
+    assert_same_bits(got[2], torch.full((40,), 2500.0).to(dtype), "hot row")
+
+
+# ---- gradients of every layout ---------------------------------------------------------------------------------------
+
+
+def grad_views(dtype):
+    def numbers(*shape):
+        return torch.randn(shape).to(dtype)
+
+    return {
+        "one number": numbers(1).expand(4, 30, 37),
+        "one column": numbers(4, 30, 1).expand(4, 30, 37),
+        "one row": numbers(37).expand(4, 30, 37),
+        "one sequence": numbers(1, 30, 37).expand(4, 30, 37),
+        "sequence first under it": numbers(30, 4, 37).transpose(0, 1),
+        "columns first under it": numbers(4, 37, 30).transpose(1, 2),
+        "all axes reversed": numbers(37, 30, 4).permute(2, 1, 0),
+        "columns of a wider one": numbers(4, 30, 90)[..., 11:48],
+        "every second column": numbers(4, 30, 74)[..., ::2],
+        "every second token": numbers(4, 60, 37)[:, ::2],
+        "offset view": numbers(4 * 30 * 37 + 3)[3:].view(4, 30, 37),
+    }
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("name", grad_views(torch.float32))
+def test_grad_of_any_strides(name, dtype):
+    grad = grad_views(dtype)[name]
+    ids = torch.randint(6, (4, 30))
+    for op in (torch.ops.posenc_ext._embed_bwd, torch.ops.posenc_ext.embed_backward):
+        got = op(grad, ids, 9, 2.5, -1, False)
+        assert_same_bits(got, op(grad.contiguous(), ids, 9, 2.5, -1, False), name)
+        assert_right(got, grad, ids, 9, 2.5)
+
+
+@SPARSE
+@EACH_DTYPE
+def test_sum_sends_a_gradient_of_stride_zero(sparse, dtype):
+    weight = torch.randn(6, 5).to(dtype).requires_grad_()
+    ids = torch.tensor([[0, 3, 3], [5, 3, 0]])
+    embed(ids, weight, sparse=sparse, token_scale=2.0).sum().backward()
+    want = torch.tensor([4.0, 0, 0, 6, 0, 2])[:, None].expand(6, 5).to(dtype)
+    assert torch.equal(weight.grad.to_dense() if sparse else weight.grad, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=name_of)
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (2, 1, 3, 2)], ids=str)
+def test_ids_of_any_shape(shape, dtype):
+    ids = torch.randint(6, shape).to(dtype)
+    grad = torch.randn(*shape, 8)
+    for batch_first in (True, False):
+        assert_right(gradient(grad, ids, 9, batch_first=batch_first), grad, ids, 9, math.sqrt(8))
+    if len(shape) > 1:
+        view = ids.transpose(0, -1)
+        grad = torch.randn(*view.shape, 8)
+        assert_right(gradient(grad, view, 9), grad, view, 9, math.sqrt(8), what="transposed")
+
+
+@EACH_DTYPE
+def test_every_sample(dtype):
+    for sample in sample_inputs("cpu", dtype, requires_grad=True):
+        out = embed(sample.input, sample.weight, **sample.kwargs)
+        grad = torch.randn(out.shape).to(dtype)
+        (got,) = torch.autograd.grad(out, sample.weight, grad)
+        scale = sample.kwargs.get("token_scale", math.sqrt(sample.weight.shape[1]))
+        pad, by_frequency = sample.kwargs.get("padding_idx", -1), sample.kwargs.get("scale_grad_by_freq", False)
+        assert_right(got, grad, sample.input, len(sample.weight), scale, pad, by_frequency, sample.name)
+
+
+def test_table_that_is_a_view():
+    """The gradient reaches the tensor that the table is a slice of."""
+    whole = torch.randn(9, 20, requires_grad=True)
+    ids = torch.randint(9, (5,))
+    grad = torch.randn(5, 6)
+    embed(ids, whole[:, 4:16:2]).backward(grad)
+    assert_right(whole.grad[:, 4:16:2], grad, ids, 9, math.sqrt(6))
+    assert (whole.grad[:, :4] == 0).all()
+    assert (whole.grad[:, 5:16:2] == 0).all()
+
+
+def test_two_uses_add_up():
+    weight = torch.randn(9, 6, requires_grad=True)
+    first, second = torch.randint(9, (5,)), torch.randint(9, (2, 4))
+    (embed(first, weight).sum() + embed(second, weight, convention="tensor2tensor").sum()).backward()
+    both = torch.cat([first, second.reshape(-1)])
+    assert_right(weight.grad, torch.ones(len(both), 6), both, 9, math.sqrt(6))
+
+
+def test_nothing_to_differentiate():
+    ids = torch.randint(9, (5,))
+    assert not embed(ids, torch.randn(9, 6)).requires_grad
+    with torch.no_grad():
+        assert not embed(ids, torch.randn(9, 6, requires_grad=True)).requires_grad
+    assert not add_positional_encoding(torch.randn(5, 6)).requires_grad
+
+
+# ---- x + PE ----------------------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+def test_add_passes_the_gradient_on(dtype):
+    x = torch.randn(3, 4, 7).to(dtype).requires_grad_()
+    grad = torch.randn(3, 4, 7).to(dtype)
+    add_positional_encoding(x, offset=3).backward(grad)
+    assert_same_bits(x.grad, grad, "grad")
+    x.grad = None
+    torch.ops.posenc_ext.add_positional_encoding(x, None, 0, *CONVENTIONS["vaswani"].recipe()).backward(grad)
+    assert_same_bits(x.grad, grad, "grad of the op")
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+@SPARSE
+@EACH_DTYPE
+@pytest.mark.parametrize("padding_idx", [0, 4, -1, -10])
+def test_padding_idx(sparse, dtype, padding_idx):
+    """Its row gets exactly nothing, and every other row what it would get anyway."""
+    ids = torch.randint(10, (256, 3, 7))
+    grad = torch.randn(256, 3, 7, 5).to(dtype)
+    got = gradient(grad, ids, 10, sparse=sparse, padding_idx=padding_idx)
+    row = padding_idx % 10
+    assert_right(got, grad, ids, 10, math.sqrt(5), padding_idx=row)
+    assert_same_bits(got[row], torch.zeros(5, dtype=dtype), "row of the padding")
+    whole = gradient(grad, ids, 10, sparse=sparse)
+    others = torch.arange(10) != row
+    assert_same_bits(got[others], whole[others], "other rows")
+
+
+@SPARSE
+@EACH_DTYPE
+def test_scale_grad_by_freq(sparse, dtype):
+    ids = torch.tensor([1, 1, 3])
+    got = gradient(torch.ones(3, 4, dtype=dtype), ids, 5, sparse=sparse, scale_grad_by_freq=True, token_scale=0.5)
+    want = torch.tensor([0, 0.5, 0, 0.5, 0])[:, None].expand(5, 4).to(dtype)
+    assert torch.equal(got, want)
+    ids = torch.randint(20, (40, 50))
+    ids[ids > 15] = 2
+    grad = torch.randn(40, 50, 9).to(dtype)
+    got = gradient(grad, ids, 20, sparse=sparse, scale_grad_by_freq=True, padding_idx=3)
+    assert_right(got, grad, ids, 20, 3.0, padding_idx=3, by_frequency=True)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_agrees_with_torch(padding_idx, by_frequency):
+    ids = torch.randint(10, (4, 50))
+    ours, theirs = (torch.zeros(10, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    grad = torch.randn(4, 50, 6, dtype=torch.float64)
+    flags = {"padding_idx": padding_idx, "scale_grad_by_freq": by_frequency}
+    scaled_embedding(ids, ours, **flags).backward(grad)
+    (torch.nn.functional.embedding(ids, theirs, **flags) * math.sqrt(6)).backward(grad)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-13, atol=1e-13)
+
+
+# ---- rows nobody used ------------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("rows", [1, 5, 1000, 70_000])
+def test_untouched_rows_are_positive_zeros(dtype, rows):
+    """Out of memory that held NaNs, below and above the size from which on zeros bypass the cache."""
+    for ids in (
+        torch.zeros(0, dtype=torch.int64),
+        torch.tensor([rows - 1]),
+        torch.tensor([0]),
+        torch.tensor([rows // 2]),
+    ):
+        grad = torch.full((len(ids), 33), -1.0, dtype=dtype)
+        got = gradient(grad, ids, rows, token_scale=2.0)
+        want = torch.zeros(rows, 33, dtype=dtype)
+        want[ids] = -2
+        assert_same_bits(got, want, f"{ids.tolist()}")
+
+
+@SPARSE
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)], ids=str)
+def test_no_tokens(sparse, shape):
+    ids = torch.zeros(shape, dtype=torch.int64)
+    for rows in (0, 4):
+        got = gradient(torch.zeros(*shape, 6), ids, rows, sparse=sparse)
+        assert_same_bits(got, torch.zeros(rows, 6), f"{rows} rows")
+
+
+def test_nan_stays_in_its_row():
+    grad = torch.ones(200, 37)
+    grad[3] = math.nan
+    got = gradient(grad, torch.arange(200) % 5, 7, token_scale=1.0)
+    assert got[3].isnan().all()
+    assert (got[[0, 1, 2, 4]] == 40).all()
+    assert (got[5:] == 0).all()
+
+
+# ---- sparse ----------------------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+def test_sparse_is_coalesced_and_holds_the_dense_values(dtype):
+    weight = torch.randn(1000, 6).to(dtype).requires_grad_()
+    ids = torch.randint(1000, (7, 30))
+    ids[0, :9] = 998
+    grad = torch.randn(7, 30, 6).to(dtype)
+    (got,) = torch.autograd.grad(embed(ids, weight, sparse=True), weight, grad)
+    assert_coalesced(got)
+    assert got._indices()[0].tolist() == sorted(set(ids.reshape(-1).tolist()))
+    assert_same_bits(got._values(), gradient(grad, ids, 1000)[got._indices()[0]], "values")
+    # In weight.grad the same numbers arrive, without the mark that they are coalesced: autograd drops it.
+    embed(ids, weight, sparse=True).backward(grad)
+    again = weight.grad.coalesce()
+    assert torch.equal(again.indices(), got.indices())
+    assert_same_bits(again.values(), got.values(), "coalesced once more")
+
+
+@SPARSE
+def test_a_batch_of_padding_and_an_optimiser(sparse):
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    before = weight.detach().clone()
+    optimiser = (torch.optim.SparseAdam if sparse else torch.optim.Adam)([weight], lr=0.1)
+    embed(torch.full((2, 3), 1), weight, padding_idx=1, sparse=sparse).sum().backward()
+    if sparse:
+        assert weight.grad._nnz() == 0
+    optimiser.step()
+    assert_same_bits(weight, before, "weight")
+    optimiser.zero_grad()
+    embed(torch.tensor([[1, 3, 5]]), weight, padding_idx=1, sparse=sparse).sum().backward()
+    optimiser.step()
+    assert (weight != before).any(1).tolist() == [False, False, False, True, False, True]
+
+
+def test_sparse_gradients_accumulate():
+    weight = torch.randn(6, 4, requires_grad=True)
+    for _ in range(2):
+        embed(torch.tensor([1, 5, 1]), weight, sparse=True, token_scale=1.0).sum().backward()
+    want = torch.tensor([0.0, 4, 0, 0, 0, 2])[:, None].expand(6, 4)
+    assert torch.equal(weight.grad.to_dense(), want)
+
+
+# ---- the ops, called with what no forward pass would send ------------------------------------------------------------
+
+# Each line: a name, then the arguments (grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq).
+BAD_CALLS = """
+ones, zeros = torch.ones, lambda *shape: torch.zeros(shape, dtype=torch.int64)
+big = torch.iinfo(torch.int64).max
+calls = {
+    "id == V": (ones(3, 4), torch.tensor([0, 1, 5]), 5),
+    "id far out": (ones(3, 4), torch.tensor([0, 1, big]), 5),
+    "negative id": (ones(3, 4), torch.tensor([0, -1, 2]), 5),
+    "smallest id": (ones(3, 4), torch.tensor([0, -big - 1, 2]), 5),
+    "int32 id": (ones(3, 4), torch.tensor([0, 7, -2], dtype=torch.int32), 5),
+    "no rows": (ones(3, 4), zeros(3), 0),
+    "negative rows": (ones(3, 4), zeros(3), -1),
+    "bad id at padding_idx": (ones(3, 4), torch.tensor([0, 1, 5]), 5, 1.0, 1, False),
+    "padding_idx == V": (ones(3, 4), zeros(3), 5, 1.0, 5, False),
+    "token axis too short": (ones(2, 4), zeros(3), 5),
+    "token axis too long": (ones(4, 4), zeros(3), 5),
+    "no column axis": (ones(3), zeros(3), 5),
+    "one axis too many": (ones(3, 4, 2), zeros(3), 5),
+    "scalar grad": (ones(()), zeros(3), 5),
+    "scalar grad and id": (ones(()), zeros(), 5),
+    "no columns": (ones(3, 0), zeros(3), 5),
+    "no tokens of grad": (ones(0, 4), zeros(3), 5),
+    "no tokens of ids": (ones(3, 4), zeros(0), 5),
+    "other empty shape": (ones(0, 3, 4), zeros(3, 0), 5),
+    "empty grad": (ones(0), zeros(3), 5),
+    "float ids": (ones(3, 4), ones(3), 5),
+    "bool ids": (ones(3, 4), ones(3, dtype=torch.bool), 5),
+    "int grad": (zeros(3, 4), zeros(3), 5),
+    "complex grad": (ones(3, 4, dtype=torch.complex64), zeros(3), 5),
+}
+"""
+
+CHILD = f"""
+import json, torch, posenc_ext
+{BAD_CALLS}
+result = {{}}
+for op in ("embed_backward", "_embed_bwd", "embed_backward_sparse", "_embed_bwd_sparse"):
+    for name, call in calls.items():
+        call = call if len(call) == 6 else (*call, 1.0, -1, False)
+        try:
+            getattr(torch.ops.posenc_ext, op)(*call)
+            result[op + ": " + name] = ["nothing", ""]
+        except Exception as error:
+            result[op + ": " + name] = [type(error).__name__, str(error)]
+print(json.dumps(result))
+"""
+
+
+def test_bad_calls_raise_and_do_not_crash():
+    """In a process of its own: what they must not do is take the process with them."""
+    root = Path(ops.__file__).parents[1]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    result = json.loads(child.stdout.splitlines()[-1])
+    assert len(result) == 4 * 24
+    index_errors = {
+        "id == V",
+        "id far out",
+        "negative id",
+        "smallest id",
+        "int32 id",
+        "no rows",
+        "bad id at padding_idx",
+    }
+    for name, (error, text) in result.items():
+        op, _, case = name.partition(": ")
+        assert error == ("IndexError" if case in index_errors else "ValueError"), (name, text)
+        assert text.startswith(f"posenc_ext::{op.replace('_embed_bwd', 'embed_backward')}: "), (name, text)
+        assert "got" in text, (name, text)

@@ -1,0 +1,289 @@
+"""Equal bits: a value depends on its id, position, column and recipe, and on nothing about how it was computed."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import DTYPES, PRECISIONS, assert_same_bits, bits, message, name_of
+
+from posenc_ext import _C
+from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
+
+THREADS = (1, 2, 3, 7)
+STREAM_BYTES = 4 << 20  # from this size on, stores bypass the cache
+
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+
+
+# ---- what is computed ------------------------------------------------------------------------------------------------
+
+
+def forward_cases(dtype, large):
+    """(name, call): all sources, positions shared by a batch or not, layouts; below or above the size for streaming."""
+    width, length = 515, 30
+    batch = STREAM_BYTES // (length * width * dtype.itemsize) + 1 if large else 9
+    rows = torch.randn(50, width).to(dtype)
+    ids = torch.randint(50, (batch, length))
+    x = torch.randn(length, width).to(dtype)[torch.randint(length, (batch, length))]
+    positions = torch.randint(-(2**40), 2**40, (batch, length))
+    assert large == (x.numel() * x.element_size() >= STREAM_BYTES)
+    size = {"dtype": dtype}
+    cases = [
+        ("embed", lambda: embed(ids, rows)),
+        ("embed, positions, tensor2tensor", lambda: embed(ids, rows, positions=positions, convention="tensor2tensor")),
+        ("embed, sequence first, exact", lambda: embed(ids, rows, batch_first=False, precision="exact", offset=2**33)),
+        ("add, musicgen", lambda: add_positional_encoding(x, convention="musicgen", offset=-3)),
+        ("add, positions", lambda: add_positional_encoding(x, positions=positions, precision="exact")),
+        ("PE", lambda: positional_encoding(positions, width, **size)),
+        (
+            "PE, far positions as fp32 angles",
+            lambda: positional_encoding(positions, width, precision="reference", **size),
+        ),
+        ("rows", lambda: scaled_embedding(ids, rows)),
+    ]
+    return [cases[0], cases[3], cases[5]] if large else cases
+
+
+def backward_cases(dtype):
+    """(name, call): spread ids, hot ones, both, few rows and many; more and less than the size for streaming."""
+
+    def case(name, ids, rows, width, **kwargs):
+        grad = torch.randn(len(ids), width).to(dtype)
+
+        def call(sparse):
+            weight = torch.zeros(rows, width, dtype=dtype, requires_grad=True)
+            out = embed(ids, weight, sparse=sparse, **kwargs)
+            (got,) = torch.autograd.grad(out, weight, grad)
+            return got._values() if sparse else got
+
+        return [(name, lambda: call(False)), (f"{name}, sparse", lambda: call(True))]
+
+    mixed = torch.randint(1000, (3000,))
+    mixed[torch.randperm(3000)[:1500]] = 17
+    large = STREAM_BYTES // (67 * dtype.itemsize) + 1
+    return [
+        *case("uniform", torch.randint(1000, (3000,)), 1000, 130),
+        *case("half hot", mixed, 1000, 130),
+        *case("all hot", torch.full((1000,), 5), 9, 515, scale_grad_by_freq=True),
+        *case("four hot", torch.randint(4, (3000,)), 4, 67, padding_idx=1),
+        case("large table", torch.cat([torch.randint(large, (500,)), torch.tensor([0, large - 1])]), large, 67)[0],
+    ]
+
+
+def computed(cases):
+    return [(name, call().detach().clone()) for name, call in cases]
+
+
+def assert_all_same(cases, want, what):
+    for (name, call), (_, expected) in zip(cases, want, strict=True):
+        assert_same_bits(call(), expected, f"{name}, {what}")
+
+
+# ---- threads, instruction sets, repeats ------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("what", ["forward", "forward, large", "backward"])
+def test_threads_and_instruction_sets(what, dtype, threads, force_isa):
+    cases = backward_cases(dtype) if what == "backward" else forward_cases(dtype, large=what != "forward")
+    threads(1)
+    force_isa("baseline")
+    want = computed(cases)
+    for isa in _C.available_isas():
+        force_isa(isa)
+        assert _C.active_isa() == isa
+        assert_all_same(cases, want, f"1 thread, {isa}")
+    force_isa(_C.available_isas()[0])
+    for count in (*THREADS[1:], THREADS[1]):  # the last one repeats
+        threads(count)
+        assert_all_same(cases, want, f"{count} threads")
+
+
+def test_cases_are_worth_comparing():
+    """Their results are finite and not all alike; the sizes are those that the cases are named for."""
+    for dtype in (torch.float32, torch.bfloat16):
+        results = computed(forward_cases(dtype, large=False) + backward_cases(dtype))
+        for name, result in results:
+            assert result.isfinite().all(), name
+            assert result.reshape(-1)[:: max(1, result.numel() // 1000)].unique().numel() > 5, name
+        assert dict(results)["large table"].nbytes >= STREAM_BYTES
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_waves_in_every_instruction_set(precision, force_isa):
+    """At positions of every size, so that each way of reducing an angle is taken, in each place of a vector."""
+    positions = torch.tensor([s * 2**e + d for e in range(1, 63) for d in (-1, 0, 1) for s in (1, -1)])
+    for width in (1, 2, 3, 30, 33, 67):
+        force_isa("baseline")
+        want = positional_encoding(positions, width, precision=precision)
+        for isa in _C.available_isas():
+            force_isa(isa)
+            assert_same_bits(positional_encoding(positions, width, precision=precision), want, f"{isa}, width {width}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("isa", _C.available_isas())
+def test_every_16_bit_number_is_read_and_rounded_as_torch_does_it(isa, dtype, force_isa):
+    force_isa(isa)
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    nan = every.isnan()
+    for scale in (1.0, -0.3, 1e-5, 1.5 * 2.0**-14, 2.0**100):
+        want = (every.float() * scale).to(dtype)
+        # In vectors, and in rows that fill none.
+        for table in (every.view(64, 1024), every[:-1].view(-1, 3)):
+            got = scaled_embedding(torch.arange(len(table)), table, token_scale=scale).view(-1)
+            number = ~nan[: len(got)]
+            assert_same_bits(got[number], want[: len(got)][number], f"scale {scale}, width {table.shape[1]}")
+            assert got[~number].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+def test_nans_have_one_pattern_in_every_instruction_set(dtype, force_isa):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    table = every[every.isnan()].view(-1, 1)
+    for view in (table, table[:64].view(2, 32), table[: 7 * 9].view(9, 7)):
+        results = []
+        for isa in _C.available_isas():
+            force_isa(isa)
+            results.append(scaled_embedding(torch.arange(len(view)), view, token_scale=1.0))
+        for result in results[1:]:
+            assert_same_bits(result, results[0], f"{tuple(view.shape)}")
+
+
+@pytest.mark.parametrize("isa", _C.available_isas())
+def test_subnormal_halves_where_subnormal_floats_are_flushed(isa, force_isa):
+    """torch.set_flush_denormal is about fp32; a half below 2^-14 is a normal fp32 number and must not be lost."""
+    force_isa(isa)
+    halves = torch.arange(1, 1024, dtype=torch.int16).view(torch.float16)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush subnormal numbers")
+    try:
+        got = scaled_embedding(torch.tensor([0]), halves[None], token_scale=1.0)[0]
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same_bits(got, halves, isa)
+
+
+# ---- batches and steps -----------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_batch_is_its_rows_and_a_sequence_its_steps(dtype, precision):
+    weight = torch.randn(50, 131).to(dtype)
+    ids = torch.randint(50, (4, 9))
+    recipe = {"precision": precision, "convention": "fairseq"}
+    whole = embed(ids, weight, offset=5, **recipe)
+    added = add_positional_encoding(weight[ids], offset=5, **recipe)
+    waves = positional_encoding(9, 131, offset=5, dtype=dtype, **recipe)
+    for row in range(4):
+        assert_same_bits(embed(ids[row], weight, offset=5, **recipe), whole[row], f"row {row}")
+        assert_same_bits(add_positional_encoding(weight[ids[row]], offset=5, **recipe), added[row], f"add, row {row}")
+    for step in range(9):
+        one = ids[:, step : step + 1]
+        assert_same_bits(embed(one, weight, offset=5 + step, **recipe), whole[:, step : step + 1], f"step {step}")
+        got = add_positional_encoding(weight[one], offset=5 + step, **recipe)
+        assert_same_bits(got, added[:, step : step + 1], f"add, step {step}")
+        got = positional_encoding(1, 131, offset=5 + step, dtype=dtype, **recipe)
+        assert_same_bits(got, waves[step : step + 1], f"PE, step {step}")
+    token = embed(ids[2, 3], weight, positions=torch.tensor(5 + 3 + 2), **recipe)
+    assert_same_bits(token, whole[2, 3], "one token")
+
+
+@pytest.mark.parametrize("width", [64, 131])
+def test_the_place_in_a_batch_does_not_matter(width):
+    """One token at every place of a flat batch, whatever stands around it."""
+    weight = torch.randn(50, width)
+    positions, ids = torch.randint(3000, (200,)), torch.randint(50, (200,))
+    want = embed(ids, weight, positions=positions)
+    order = torch.randperm(200)
+    assert_same_bits(embed(ids[order], weight, positions=positions[order]), want[order], "reordered")
+    one = torch.stack([embed(i, weight, positions=p) for i, p in zip(ids, positions, strict=True)])
+    assert_same_bits(one, want, "alone")
+
+
+@EACH_DTYPE
+def test_columns_do_not_depend_on_where_the_output_lies(dtype):
+    """Outputs that start anywhere in a line of memory, in plain stores and in those that bypass the cache."""
+    weight = torch.randn(50, 101).to(dtype)
+    for tokens in (30, 22_000):
+        ids = torch.randint(50, (tokens,))
+        want = embed(ids, weight)
+        buffer = torch.empty(tokens * 101 + 64, dtype=dtype)
+        for start in (0, 1, 3, 7, 32) if tokens == 30 else (1, 7):
+            view = buffer[start : start + tokens * 101].view(tokens, 101)
+            assert_same_bits(embed(ids, weight, out=view), want, f"{tokens} tokens from {start}")
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("source", ["embed", "embed, positions", "add", "PE"])
+def test_streaming_stores_and_plain_ones(source, dtype):
+    """The whole, above 4 MiB, against pieces far below it; the last sequence and the first are in other pieces."""
+    length, width = 60, 517  # odd: rows start at every alignment
+    weight = torch.randn(50, width).to(dtype)
+    batch = STREAM_BYTES // (length * width * weight.element_size()) + 1
+    ids = torch.randint(50, (batch, length))
+    positions = torch.randint(5000, (batch, length)) if source != "embed" else None
+    x = weight[ids[:, :1]].expand(batch, length, width)
+
+    def call(rows):
+        if source == "PE":
+            return positional_encoding(positions[rows], width, dtype=dtype)
+        if source == "add":
+            return add_positional_encoding(x[rows])
+        return embed(ids[rows], weight, positions=None if positions is None else positions[rows])
+
+    whole = call(slice(None))
+    assert whole.numel() * whole.element_size() >= STREAM_BYTES
+    for first in range(0, batch, 5):
+        part = call(slice(first, first + 5))
+        assert part.numel() * part.element_size() < STREAM_BYTES
+        assert_same_bits(whole[first : first + 5], part, f"sequences from {first}")
+
+
+@EACH_DTYPE
+def test_gradients_of_a_large_table_and_of_a_small_one(dtype):
+    """Rows of a gradient above 4 MiB, and the same rows in one below it."""
+    ids, width = torch.randint(40, (400,)), 131
+    grad = torch.randn(400, width).to(dtype)
+    small = torch.ops.posenc_ext._embed_bwd(grad, ids, 40, 1.5, -1, False)
+    rows = STREAM_BYTES // (width * grad.element_size()) + 41
+    large = torch.ops.posenc_ext._embed_bwd(grad, ids, rows, 1.5, -1, False)
+    assert large.nbytes >= STREAM_BYTES
+    assert_same_bits(large[:40], small, "first rows")
+    moved = torch.ops.posenc_ext._embed_bwd(grad, ids + rows - 40, rows, 1.5, -1, False)
+    assert_same_bits(moved[-40:], small, "last rows")
+    assert (bits(large[40:]) == 0).all()
+    assert (bits(moved[:-40]) == 0).all()
+
+
+# ---- threads are those of torch --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_calls_start_no_threads_of_their_own(threads):
+    threads(3)
+    weight = torch.randn(2000, 256, requires_grad=True)
+    ids = torch.randint(2000, (8, 100))
+
+    def step():
+        embed(ids, weight).sum().backward()
+        add_positional_encoding(torch.zeros(8, 100, 256))
+        positional_encoding(1000, 256)
+
+    for _ in range(3):
+        step()
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(200):
+        step()
+    assert len(os.listdir("/proc/self/task")) <= before
+
+
+def test_an_unknown_instruction_set_is_refused():
+    before = _C.active_isa()
+    with pytest.raises(ValueError, match=message("available_isas()", "'sse9'")):
+        _C.force_isa("sse9")
+    assert _C.active_isa() == before
+    assert before in _C.available_isas()
+    assert _C.available_isas()[-1] == "baseline"

@@ -1,0 +1,539 @@
+"""The forward values of the three sources: gathered rows, dense rows, nothing."""
+
+import dataclasses
+import math
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    NAMED,
+    PRECISIONS,
+    WIDTHS,
+    arranged,
+    assert_close,
+    assert_same_bits,
+    exact_waves,
+    float32_frequencies,
+    name_of,
+    sample_inputs,
+    true_waves,
+    unit_roundoff,
+    wide,
+)
+
+from posenc_ext import CONVENTIONS, Convention, reference
+from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
+
+VASWANI = CONVENTIONS["vaswani"]
+WAVE_BOUND = {torch.float32: 1.5e-7, torch.float64: 1e-15}
+
+
+def named(conventions):
+    return pytest.mark.parametrize("convention", conventions, ids=lambda c: c.name)
+
+
+def close_to_waves(got, want, dtype, positions, what):
+    """One error of the waves and, in 16 bits, one rounding. The truth in double precision is off by 2^-52 * |p|."""
+    bound = WAVE_BOUND[wide(dtype)] + 2.0**-52 * np.abs(np.asarray(positions, dtype=np.float64))[..., None]
+    if dtype != wide(dtype):
+        bound = bound + unit_roundoff(dtype) * 1.01
+    assert_close(got, want, bound, what)
+
+
+# ---- all conventions, dtypes, widths ---------------------------------------------------------------------------------
+
+POSITIONS = [0, 1, 2, 7, 255, 256, 257, 1850, 4999, -5]
+
+
+@named(NAMED)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_values(convention, precision, width):
+    """PE alone against the truth; the other sources to the bit against what eager makes of it."""
+    positions = torch.tensor(POSITIONS)
+    truth = true_waves(POSITIONS, width, convention, precision)
+    recipe = {"convention": convention, "precision": precision}
+    ids = torch.randint(9, positions.shape)
+    for dtype in DTYPES:
+        waves = positional_encoding(positions, width, dtype=wide(dtype), **recipe)
+        close_to_waves(waves, truth, wide(dtype), POSITIONS, f"waves {dtype}")
+        assert_same_bits(positional_encoding(positions, width, dtype=dtype, **recipe), waves.to(dtype), f"PE {dtype}")
+
+        weight = torch.randn(9, width).to(dtype)
+        rows = weight[ids].to(wide(dtype)) * math.sqrt(width)
+        got = embed(ids, weight, positions=positions, **recipe)
+        assert_same_bits(got, (rows + waves).to(dtype), f"embed {dtype}")
+
+        x = torch.randn(len(POSITIONS), width).to(dtype)
+        got = add_positional_encoding(x, positions=positions, **recipe)
+        assert_same_bits(got, (x.to(wide(dtype)) + waves).to(dtype), f"add {dtype}")
+
+
+@named(NAMED)
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_running_index(convention, width):
+    """Without positions a token's position is its index, from the convention's first one, plus the offset."""
+    weight = torch.randn(9, width)
+    ids = torch.randint(9, (2, 5))
+    for offset in (0, 3, -4, 10**6):
+        positions = torch.arange(5) + offset + convention.first_position
+        truth = true_waves(positions, width, convention, convention.precision)
+        waves = positional_encoding(5, width, offset=offset, convention=convention)
+        close_to_waves(waves, truth, torch.float32, positions, f"offset {offset}")
+        kwargs = {"offset": offset, "convention": convention}
+        assert_same_bits(embed(ids, weight, **kwargs), weight[ids] * math.sqrt(width) + waves, "embed")
+        assert_same_bits(add_positional_encoding(weight[ids], **kwargs), weight[ids] + waves, "add")
+
+
+@pytest.mark.parametrize("base", [1.0, 2.0, 37.5, 500000.0, 1e300])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bases(base, precision):
+    convention = dataclasses.replace(VASWANI, base=base, name="custom")
+    truth = true_waves(POSITIONS, 20, convention, precision)
+    for dtype in DTYPES:
+        got = positional_encoding(torch.tensor(POSITIONS), 20, convention=convention, precision=precision, dtype=dtype)
+        close_to_waves(got, truth, dtype, POSITIONS, f"{dtype}")
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "sin_cos", "cos_sin"])
+@pytest.mark.parametrize("odd", ["sine", "zero", "round_up"])
+@pytest.mark.parametrize("divisor", ["d", "half_minus_1"])
+def test_every_combination_of_a_convention(layout, odd, divisor):
+    """Also those that no project uses; 515 is odd and has more pairs than a tile."""
+    convention = Convention(divisor=divisor, layout=layout, odd=odd)
+    for width in (1, 2, 3, 4, 9, 515):
+        truth = true_waves(POSITIONS, width, convention, "exact")
+        got = positional_encoding(torch.tensor(POSITIONS), width, convention=convention, precision="exact")
+        close_to_waves(got, truth, torch.float32, POSITIONS, f"width {width}")
+
+
+@pytest.mark.parametrize("width", [1, 3, 7, 127])
+def test_odd_width_by_a_plain_loop(width):
+    got = positional_encoding(20, width, precision="exact")
+    for p in range(20):
+        for j in range(width):
+            angle = p * 10000.0 ** (-(j - j % 2) / width)
+            want = math.cos(angle) if j % 2 else math.sin(angle)
+            assert abs(got[p, j].item() - want) <= 1e-6, (p, j)
+
+
+# ---- against the textbook modules ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [6, 7, 64, 512, 1024])
+def test_agrees_with_the_textbook_modules(width):
+    """Up to position 5000, to 1e-4, wherever torch.exp rounds the frequency of their table correctly.
+
+    It does in at least 95 % of the columns. In the others the frequency is off by one unit, up to 2^-24 radians per
+    position, and the fp32 angle by one of its own, up to 2^-11: not ours to repeat, since torch.exp need not round
+    alike on every machine.
+    """
+    lookup, table = reference.Embeddings(width, 30), reference.PositionalEncoding(width, 5000).pe[0]
+    theirs = torch.exp(torch.arange(0, width, 2, dtype=torch.float32) * (-math.log(10000.0) / width)).numpy()
+    same = np.repeat(theirs == float32_frequencies(width, len(theirs), VASWANI), 2)[:width]
+    assert same.mean() >= 0.95
+    bound = np.where(same, 1e-4, 1e-4 + 5000 * 2.0**-24 + 2.0**-11)
+    waves = positional_encoding(5000, width)
+    assert_close(waves, table.double(), np.where(same, 5e-7, bound), "PE")
+    ids = torch.randint(30, (2, 5000))
+    with torch.no_grad():
+        rows = lookup(ids)
+        assert_close(embed(ids, lookup.lut.weight), (rows + table).double(), bound, "embed")
+    assert_close(add_positional_encoding(rows), (rows + table).double(), bound, "add")
+
+
+def test_agrees_with_the_numpy_form():
+    want = reference.get_sinusoidal_positional_encoding(300, 11)
+    got = positional_encoding(300, 11, precision="exact", dtype=torch.float64)
+    close_to_waves(got, want, torch.float64, np.arange(300), "numpy")
+
+
+# ---- 16-bit tables ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_positions_are_not_rounded_to_16_bits(dtype, precision):
+    positions = torch.cat([torch.arange(250, 261), torch.arange(1850, 1861)])
+    got = embed(torch.zeros_like(positions), torch.zeros(1, 32, dtype=dtype), positions=positions, precision=precision)
+    truth = reference.sinusoid_table(positions.numpy(), 32)
+    # Within one unit of the 16-bit type: of the last place of the value, at least of the smallest normal one.
+    unit = torch.finfo(dtype).eps * np.exp2(np.floor(np.log2(np.maximum(np.abs(truth), 2.0**-14))))
+    # An fp32 angle of a position below 2048 is off by 2^-14 at the most.
+    assert_close(got, truth, unit + (2.0**-14 if precision == "reference" else 2e-7), "zero weight")
+    assert not torch.equal(got[6], got[7]), "256 and 257 are one"
+
+
+def test_positions_above_the_largest_half():
+    positions = torch.tensor([65504, 65505, 65520, 70000, 131072, 10**7])
+    waves = positional_encoding(positions, 16, dtype=torch.float16, precision="exact")
+    close_to_waves(waves, true_waves(positions, 16, VASWANI, "exact"), torch.float16, positions, "PE")
+    got = embed(torch.zeros(4, dtype=torch.int64), torch.ones(1, 16, dtype=torch.float16), offset=65503)
+    assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_token_scale_is_not_rounded_to_the_dtype_of_the_table(dtype):
+    scale = 1 + 2.0**-8  # 1 in bfloat16
+    weight = torch.randn(50, 33).to(dtype)
+    want = (weight.to(wide(dtype)) * scale).to(dtype)
+    assert_same_bits(scaled_embedding(torch.arange(50), weight, token_scale=scale), want, "scaled_embedding")
+    assert not torch.equal(want, weight)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, 1.0, -2.5, 1e-3])
+def test_token_scale(scale):
+    weight = torch.randn(9, 12)
+    ids = torch.randint(9, (3, 4))
+    rows = weight[ids] * (math.sqrt(12) if scale is None else scale)
+    assert_same_bits(scaled_embedding(ids, weight, token_scale=scale), rows, "rows")
+    assert_same_bits(embed(ids, weight, token_scale=scale), rows + positional_encoding(4, 12), "embed")
+
+
+# ---- far positions ---------------------------------------------------------------------------------------------------
+
+
+def far(limit):
+    """Positions up to 2^limit, spread evenly over their sizes, and around every power of two that matters."""
+    random = np.random.default_rng(0)
+    marks = [
+        2**e + d for e in (16, 18, 24, 31, 32, 33, 40, 48, 62) if e <= limit for d in (-1, 0, 1) if 2**e + d <= 2**limit
+    ]
+    return sorted({*marks, *(int(p) for p in np.exp2(random.uniform(8, limit, 60)))})
+
+
+@named([VASWANI, CONVENTIONS["tensor2tensor"], Convention(base=2.0, layout="cos_sin", name="base 2")])
+@pytest.mark.parametrize("limit", [40, 62])
+def test_exact_stays_exact(convention, limit):
+    positions = [*far(limit), *(-p for p in far(limit)[-5:])]
+    if limit == 62:
+        positions += [2**63 - 1, -(2**63 - 1), -(2**63)]
+    truth = exact_waves(positions, 9, convention)
+    for dtype, bound in {torch.float32: 2.5e-7, torch.float64: 1e-15}.items():
+        got = positional_encoding(torch.tensor(positions), 9, convention=convention, precision="exact", dtype=dtype)
+        assert_close(got, truth, bound, f"{dtype}")
+
+
+@pytest.mark.parametrize("width", [9, 64])
+@pytest.mark.parametrize("limit", [24, 63])
+def test_reference_is_right_about_its_angle(width, limit):
+    positions = [p for p in far(min(limit, 62)) if p < 2**63] + ([2**63 - 1] if limit == 63 else [])
+    truth = true_waves(positions, width, VASWANI, "reference")
+    got = positional_encoding(torch.tensor(positions), width, precision="reference")
+    assert_close(got, truth, 1.5e-7, "float32")
+
+
+def test_reference_in_double_precision():
+    """The fp32 angle, and its waves to fp64."""
+    positions = far(62)
+    frequencies = float32_frequencies(9, 5, VASWANI)
+    angles = np.array(positions, dtype=np.int64).astype(np.float32)[:, None] * frequencies
+    with mpmath.workdps(50):
+        sine = np.array([[float(mpmath.sin(float(a))) for a in row] for row in angles])
+        cosine = np.array([[float(mpmath.cos(float(a))) for a in row] for row in angles])
+    got = positional_encoding(torch.tensor(positions), 9, precision="reference", dtype=torch.float64)
+    assert_close(got, arranged(sine, cosine, 9, "interleaved"), 5e-16, "float64")
+
+
+@named(NAMED)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_negative_positions(convention, precision):
+    """sin(-p) = -sin(p) and cos(-p) = cos(p), exactly, in every dtype."""
+    positions = torch.tensor([1, 2, 3, 1000, 2**18 + 1, 2**25 + 3, 2**40, 2**62 + 12345])
+    for width in (1, 8, 35):
+        sines, cosines = reference.wave_columns(
+            width, convention.layout, sines=(width + (convention.odd != "zero")) // 2
+        )
+        sign = torch.zeros(width)
+        sign[sines], sign[cosines] = -1.0, 1.0
+        for dtype in DTYPES:
+            recipe = {"convention": convention, "precision": precision, "dtype": dtype}
+            there = positional_encoding(positions, width, **recipe)
+            back = positional_encoding(-positions, width, **recipe)
+            assert torch.equal(back, there * sign.to(dtype)), (width, dtype)
+
+
+# ---- token axes ------------------------------------------------------------------------------------------------------
+
+SHAPES = [(), (5,), (1,), (2, 5), (5, 1), (1, 5), (2, 3, 4), (2, 1, 3, 4), (3, 2, 2, 1)]
+
+
+def index_grid(shape, batch_first):
+    """The index along the sequence axis, for every token."""
+    if not shape:
+        return torch.tensor(0)
+    axis = len(shape) - 1 if batch_first else 0
+    return torch.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))]).expand(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_sequence_axis(shape, batch_first):
+    weight = torch.randn(9, 7)
+    grid = index_grid(shape, batch_first)
+    waves = positional_encoding(grid + 3, 7)
+    for dtype in (torch.int64, torch.int32):
+        ids = torch.randint(9, shape).to(dtype)
+        rows = weight[ids.long()]
+        want = rows * math.sqrt(7) + waves
+        assert_same_bits(embed(ids, weight, offset=3, batch_first=batch_first), want, "offset")
+        for positions, offset in ((grid + 3, 0), (grid.contiguous().to(torch.int32), 3)):
+            got = embed(ids, weight, positions=positions, offset=offset, batch_first=batch_first)
+            assert_same_bits(got, want, "positions")
+        kwargs = {"offset": 3, "batch_first": batch_first}
+        assert_same_bits(add_positional_encoding(rows, **kwargs), rows + waves, "add, offset")
+        kwargs = {"positions": grid, **kwargs}
+        assert_same_bits(add_positional_encoding(rows, **kwargs), rows + waves, "add, positions")
+
+
+def position_views():
+    """(name, positions, batch_first) for tokens [3, 4] (batch-first) or [4, 3]."""
+    line = torch.tensor([5, 0, -3, 700])
+    column = torch.tensor([[1], [40], [-7]])
+    table = torch.randint(-50, 50, (3, 4))
+    return [
+        ("one number", torch.tensor(8), True),
+        ("[T]", line, True),
+        ("[T], sequence first", line, False),
+        ("[1, T]", line[None], True),
+        ("[T, 1], sequence first", line[:, None], False),
+        ("[B, 1]", column, True),
+        ("[1, B], sequence first", column.t(), False),
+        ("a row each", table, True),
+        ("a row each, sequence first", table.t(), False),
+        ("transposed", table.t().contiguous().t(), True),
+        ("every second", torch.randint(-50, 50, (6, 8))[::2, ::2], True),
+        ("expanded", line.expand(3, 4), True),
+        ("expanded by rows", column.expand(3, 4), True),
+        ("offset view", torch.randint(-50, 50, (30,))[5:17].view(3, 4), True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "batch_first"), position_views(), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_positions_broadcast(name, positions, batch_first):
+    shape = (3, 4) if batch_first else (4, 3)
+    full = (positions[:, None] if positions.dim() == 1 and not batch_first else positions).expand(shape)
+    weight = torch.randn(9, 10)
+    ids = torch.randint(9, shape)
+    waves = positional_encoding(full.contiguous(), 10)
+    for dtype in (torch.int64, torch.int32):
+        kwargs = {"positions": positions.to(dtype) if dtype != torch.int64 else positions, "batch_first": batch_first}
+        assert_same_bits(embed(ids, weight, **kwargs), weight[ids] * math.sqrt(10) + waves, "embed")
+        assert_same_bits(add_positional_encoding(weight[ids], **kwargs), weight[ids] + waves, "add")
+    assert_same_bits(positional_encoding(full, 10), waves, "PE")
+    assert_same_bits(
+        positional_encoding(full.contiguous(), 10, offset=4), positional_encoding(full + 4, 10), "PE, offset"
+    )
+
+
+def test_three_batch_axes_of_positions():
+    """Axes that cannot be walked with one stride are copied, and give the same."""
+    positions = torch.randint(0, 99, (4, 3, 2, 5)).permute(2, 0, 1, 3)
+    ids = torch.randint(9, (2, 4, 3, 5))
+    weight = torch.randn(9, 6)
+    for batch_first in (True, False):
+        got = embed(ids, weight, positions=positions, batch_first=batch_first)
+        assert_same_bits(got, embed(ids, weight, positions=positions.contiguous(), batch_first=batch_first), "embed")
+        assert_same_bits(got, weight[ids] * math.sqrt(6) + positional_encoding(positions.contiguous(), 6), "parts")
+
+
+def id_views():
+    return {
+        "transposed": torch.randint(9, (4, 3)).t(),
+        "every second": torch.randint(9, (6, 8))[::2, 1::2],
+        "expanded": torch.randint(9, (1, 4)).expand(3, 4),
+        "one id": torch.tensor(7).expand(3, 4),
+        "offset view": torch.randint(9, (30,))[7:19].view(3, 4),
+        "flipped": torch.randint(9, (3, 4)).flip(1),
+    }
+
+
+@pytest.mark.parametrize("name", id_views())
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=name_of)
+def test_ids_of_any_strides(name, dtype):
+    ids = id_views()[name]
+    if dtype == torch.int32:  # with the strides kept
+        ids = (
+            torch.empty_strided(ids.shape, ids.stride(), dtype=dtype).copy_(ids) if 0 not in ids.stride() else ids.int()
+        )
+    weight = torch.randn(9, 6)
+    for batch_first in (True, False):
+        want = embed(ids.contiguous().long(), weight, batch_first=batch_first)
+        assert_same_bits(embed(ids, weight, batch_first=batch_first), want, name)
+
+
+def weight_views(dtype):
+    def table(*shape):
+        return torch.randn(shape).to(dtype)
+
+    return {
+        "columns of a wider one": table(9, 50)[:, 3:38],
+        "every second column": table(9, 70)[:, 1::2],
+        "every second row": table(18, 35)[::2],
+        "transposed": table(35, 9).t(),
+        "offset view": table(400)[7 : 7 + 9 * 35].view(9, 35),
+        "one row": table(1, 35).expand(9, 35),
+        "one column": table(9, 1).expand(9, 35),
+        "of three axes": table(9, 2, 35)[:, 1],
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("name", weight_views(torch.float32))
+def test_weight_of_any_strides(name, dtype):
+    weight = weight_views(dtype)[name]
+    ids = torch.randint(9, (3, 4))
+    for convention in ("vaswani", "tensor2tensor"):
+        want = embed(ids, weight.contiguous(), convention=convention)
+        assert_same_bits(embed(ids, weight, convention=convention), want, name)
+    narrow = weight[:, :1]
+    assert_same_bits(embed(ids, narrow), embed(ids, narrow.contiguous()), f"{name}, width 1")
+
+
+def x_views(dtype):
+    def numbers(*shape):
+        return torch.randn(shape).to(dtype)
+
+    return {
+        "sequence first under it": numbers(4, 3, 35).transpose(0, 1),
+        "columns first under it": numbers(3, 35, 4).transpose(1, 2),
+        "columns of a wider one": numbers(3, 4, 80)[..., 5:40],
+        "every second column": numbers(3, 4, 70)[..., ::2],
+        "every second token": numbers(6, 8, 35)[::2, ::2],
+        "one sequence": numbers(1, 4, 35).expand(3, 4, 35),
+        "one token": numbers(3, 1, 35).expand(3, 4, 35),
+        "one number": numbers(1).expand(3, 4, 35),
+        "permuted batch axes": numbers(2, 5, 3, 4, 35).permute(2, 1, 0, 3, 4),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("name", x_views(torch.float32))
+def test_x_of_any_strides(name, dtype):
+    x = x_views(dtype)[name]
+    for batch_first in (True, False):
+        got = add_positional_encoding(x, batch_first=batch_first)
+        assert_same_bits(got, add_positional_encoding(x.contiguous(), batch_first=batch_first), name)
+        grid = index_grid(x.shape[:-1], batch_first)
+        waves = positional_encoding(grid.contiguous(), 35, dtype=wide(dtype))
+        assert_same_bits(got, (x.to(wide(dtype)) + waves).to(dtype), name)
+        assert got.is_contiguous()
+
+
+# ---- special values, aliasing, nothing -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_nan_and_infinity_pass_through(dtype):
+    special = torch.tensor([math.nan, math.inf, -math.inf, torch.finfo(dtype).max, 1.0]).to(dtype)
+    weight = special[:, None].expand(5, 37).contiguous()
+    got = embed(torch.arange(5), weight)
+    want = (weight.to(wide(dtype)) * math.sqrt(37) + positional_encoding(5, 37, dtype=wide(dtype))).to(dtype)
+    assert got[0].isnan().all()
+    assert_same_bits(got[1:], want[1:], "embed")
+    assert got[4].isfinite().all()  # and nothing spreads to its neighbours
+    got = add_positional_encoding(weight)
+    assert got[0].isnan().all()
+    assert (got[1] == math.inf).all()
+    assert (got[2] == -math.inf).all()
+    assert got[4].isfinite().all()
+
+
+def calls():
+    """(name, function of its tensors, tensors): every public call, among them those with little to do."""
+    ids, weight, x, positions = (
+        torch.randint(9, (2, 3)),
+        torch.randn(9, 8),
+        torch.randn(2, 3, 8),
+        torch.randint(9, (2, 3)),
+    )
+    line = torch.arange(9)
+    return [
+        ("embed", lambda i, w: embed(i, w), (ids, weight)),
+        ("embed, positions", lambda i, w, p: embed(i, w, positions=p), (ids, weight, positions)),
+        ("embed of all rows", lambda i, w: embed(i, w, token_scale=1.0), (line, weight)),
+        ("rows alone", lambda i, w: scaled_embedding(i, w, token_scale=1.0), (line, weight)),
+        ("rows of width 1", lambda i, w: scaled_embedding(i, w, token_scale=1.0), (line, weight[:, :1].contiguous())),
+        ("add", lambda v: add_positional_encoding(v), (x,)),
+        ("add, positions", lambda v, p: add_positional_encoding(v, positions=p), (x, positions)),
+        ("add to a row at 0", lambda v: add_positional_encoding(v), (x[0, 0],)),
+        ("add nothing", lambda v: add_positional_encoding(v, convention="tensor2tensor"), (x[..., :1].contiguous(),)),
+        ("PE", lambda p: positional_encoding(p, 8), (positions,)),
+        ("PE of width 1 in fp64", lambda p: positional_encoding(p, 1, dtype=torch.float64), (positions,)),
+    ]
+
+
+@pytest.mark.parametrize(("name", "function", "tensors"), calls(), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize("grad", [False, True])
+def test_inputs_are_neither_written_nor_returned(name, function, tensors, grad):
+    tensors = [t.detach().requires_grad_(grad and t.is_floating_point()) for t in tensors]
+    copies = [t.detach().clone() for t in tensors]
+    got = function(*tensors)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert_same_bits(tensor, copy, "input")
+        assert got.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        assert got is not tensor
+
+
+def test_every_call_returns_memory_of_its_own():
+    ids, weight = torch.arange(3), torch.randn(9, 8)
+    first, second = embed(ids, weight), embed(ids, weight)
+    first.zero_()
+    assert second.abs().sum() > 0
+    assert_same_bits(positional_encoding(3, 8), positional_encoding(3, 8).clone(), "PE")
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (2, 0, 3), (0, 0), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_no_tokens(shape, dtype):
+    ids = torch.zeros(shape, dtype=torch.int64)
+    for rows in (0, 5):
+        weight = torch.randn(rows, 6).to(dtype)
+        for kwargs in ({}, {"positions": ids}, {"batch_first": False}, {"offset": 2**62}):
+            got = embed(ids, weight, **kwargs)
+            assert got.shape == (*shape, 6)
+            assert got.dtype == dtype
+    x = torch.zeros(*shape, 6, dtype=dtype)
+    for kwargs in ({}, {"positions": ids.int()}, {"batch_first": False}):
+        assert add_positional_encoding(x, **kwargs).shape == x.shape
+    assert positional_encoding(ids, 6, dtype=dtype).shape == x.shape
+    assert positional_encoding(0, 6).shape == (0, 6)
+    assert scaled_embedding(ids, torch.randn(0, 6)).shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_dtype_and_layout_of_the_result(dtype):
+    for sample in sample_inputs("cpu", dtype, requires_grad=False):
+        got = embed(sample.input, sample.weight, **sample.kwargs)
+        assert got.dtype == dtype, sample.name
+        assert got.shape == (*sample.input.shape, sample.weight.shape[1]), sample.name
+        assert got.is_contiguous(), sample.name
+    assert positional_encoding(3, 4).dtype == torch.get_default_dtype()
+
+
+def test_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert positional_encoding(3, 4).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# ---- max_norm (changes the table, then looks up) ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_max_norm_is_that_of_torch(norm_type):
+    weight = torch.randn(9, 6) * 3
+    ours, theirs = weight.clone(), weight.clone()
+    ids = torch.tensor([[1, 1, 4], [8, 0, 1]])
+    got = embed(ids, ours, max_norm=1.5, norm_type=norm_type)
+    rows = torch.nn.functional.embedding(ids, theirs, max_norm=1.5, norm_type=norm_type)
+    assert_same_bits(ours, theirs, "table")
+    assert not torch.equal(ours, weight)
+    assert_same_bits(got, rows * math.sqrt(6) + positional_encoding(3, 6), "embed")

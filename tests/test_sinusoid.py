@@ -1,0 +1,211 @@
+"""The mathematics alone: frequencies, reduction of angles, polynomials."""
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+from posenc_ext import _C
+
+ANGLE_BOUND32 = 1.1e-7
+ANGLE_BOUND64 = 4e-16
+
+# ---- sin and cos of a phase ------------------------------------------------------------------------------------------
+
+
+def edges(bits):
+    """Phases around every eighth of a turn, where the polynomials change over, and around every power of two."""
+    turn = 1 << bits
+    marks = [i * turn // 16 for i in range(16)] + [1 << i for i in range(bits)]
+    return np.array(sorted({(mark + step) % turn for mark in marks for step in range(-3, 4)}), dtype=f"uint{bits}")
+
+
+def phases32():
+    random = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    return np.concatenate([edges(32), random])
+
+
+def phases64(count=1500):
+    random = np.random.default_rng(1).integers(0, 1 << 64, count, dtype=np.uint64)
+    return np.concatenate([edges(64), random])
+
+
+def test_phase32_error():
+    phases = phases32()
+    sine, cosine = _C.sincos_of_phase32(phases)
+    # The remainder of a half turn is exact in double precision, so that the truth is not off by the size of the angle.
+    angle = phases.view(np.int32).astype(np.float64) * (2 * np.pi / 2**32)
+    assert sine.dtype == cosine.dtype == np.float32
+    assert np.abs(sine - np.sin(angle)).max() <= ANGLE_BOUND32
+    assert np.abs(cosine - np.cos(angle)).max() <= ANGLE_BOUND32
+
+
+def test_phase64_error():
+    phases = phases64()
+    sine, cosine = _C.sincos_of_phase64(phases)
+    assert sine.dtype == cosine.dtype == np.float64
+    with mpmath.workdps(40):
+        for p, s, c in zip(phases.tolist(), sine.tolist(), cosine.tolist(), strict=True):
+            angle = 2 * mpmath.pi * p / 2**64
+            assert abs(s - mpmath.sin(angle)) <= ANGLE_BOUND64, p
+            assert abs(c - mpmath.cos(angle)) <= ANGLE_BOUND64, p
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_phase_symmetry(bits):
+    """A quarter turn swaps the waves, and turning back negates the sine, both to the last bit."""
+    sincos = getattr(_C, f"sincos_of_phase{bits}")
+    phases = phases32() if bits == 32 else phases64(20_000)
+    quarter = phases.dtype.type(1 << (bits - 2))
+    sine, cosine = sincos(phases)
+    next_sine, next_cosine = sincos(phases + quarter)
+    np.testing.assert_array_equal(next_sine, cosine)
+    np.testing.assert_array_equal(next_cosine, -sine)
+    half_sine, half_cosine = sincos(phases + quarter + quarter)
+    np.testing.assert_array_equal(half_sine, -sine)
+    np.testing.assert_array_equal(half_cosine, -cosine)
+    # Odd multiples of an eighth of a turn belong to the quarter after them, whichever way one comes.
+    inner = phases % quarter != quarter // 2
+    back_sine, back_cosine = sincos(np.zeros_like(phases) - phases)
+    np.testing.assert_array_equal(back_sine[inner], -sine[inner])
+    np.testing.assert_array_equal(back_cosine[inner], cosine[inner])
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_quarters_are_exact(bits):
+    phases = np.array([i << (bits - 2) for i in range(4)], dtype=f"uint{bits}")
+    sine, cosine = getattr(_C, f"sincos_of_phase{bits}")(phases)
+    assert sine.tolist() == [0, 1, 0, -1]
+    assert cosine.tolist() == [1, 0, -1, 0]
+
+
+# ---- sin and cos of an fp32 angle ------------------------------------------------------------------------------------
+
+
+def test_angle_error_up_to_2_18():
+    random = np.random.default_rng(2)
+    angles = np.concatenate(
+        [
+            random.uniform(0, 2**18, 100_000),
+            np.exp2(random.uniform(-40, 18, 100_000)),
+            np.arange(1000) * (np.pi / 4),  # where the polynomials change over
+            [0.0, np.nextafter(np.float32(2**18), np.float32(0))],
+        ]
+    ).astype(np.float32)
+    sine, cosine = _C.sincos_of_angle(angles)
+    assert np.abs(sine - np.sin(angles.astype(np.float64))).max() <= ANGLE_BOUND32
+    assert np.abs(cosine - np.cos(angles.astype(np.float64))).max() <= ANGLE_BOUND32
+
+
+def test_angle_error_up_to_2_63():
+    """Across every place where another reduction takes over (2^18, 2^24), and up to the largest position."""
+    random = np.random.default_rng(3)
+    marks = [np.float32(2.0**e) for e in range(15, 64)]
+    around = [np.nextafter(mark, to) for mark in marks for to in (np.float32(0), np.float32(np.inf))]
+    angles = np.concatenate([np.exp2(random.uniform(15, 63, 1500)), marks, around]).astype(np.float32)
+    sine, cosine = _C.sincos_of_angle(angles)
+    with mpmath.workdps(50):
+        for a, s, c in zip(angles.tolist(), sine.tolist(), cosine.tolist(), strict=True):
+            assert abs(s - mpmath.sin(a)) <= ANGLE_BOUND32, a
+            assert abs(c - mpmath.cos(a)) <= ANGLE_BOUND32, a
+
+
+def test_tiny_angles():
+    """sin x = x and cos x = 1 to fp32, down to the smallest numbers."""
+    angles = np.array([0, 1e-44, 1e-40, 1.2e-38, 1e-30, 1e-20, 1e-10, 1e-5], dtype=np.float32)
+    sine, cosine = _C.sincos_of_angle(angles)
+    np.testing.assert_allclose(sine[3:], angles[3:], rtol=2e-7, atol=0)
+    assert np.abs(sine[:3]).max() <= 1e-38  # subnormal: whatever, as long as it is nothing
+    np.testing.assert_array_equal(cosine, np.ones_like(cosine))
+    assert sine[0] == 0
+
+
+# ---- frequencies -----------------------------------------------------------------------------------------------------
+
+# base, divisor (0: d, 1: half_minus_1), width, pairs
+RECIPES = [
+    (10000.0, 0, 512, 256),
+    (10000.0, 1, 512, 256),
+    (10000.0, 0, 1, 1),
+    (10000.0, 1, 1, 1),
+    (10000.0, 0, 2, 1),
+    (10000.0, 1, 2, 1),
+    (10000.0, 1, 3, 2),
+    (10000.0, 1, 4, 2),
+    (10000.0, 0, 7, 4),
+    (1.0, 0, 64, 32),
+    (2.0, 0, 130, 65),
+    (2.0, 1, 130, 65),
+    (3.7, 0, 6, 3),
+    (1.0 + 2.0**-52, 0, 10, 5),
+    (500000.0, 0, 128, 64),
+    (1e300, 0, 100, 50),
+    (1e300, 1, 4, 2),
+    (1.7976931348623157e308, 0, 50, 25),
+    (10000.0, 0, 16384, 8192),
+    (10000.0, 1, 10**9, 9),
+    (10000.0, 0, 2**40, 9),
+    (10000.0, 0, 2**62, 3),
+]
+
+
+def exponent_of(divisor, width):
+    """(numerator, denominator) of the exponent -k * numerator / denominator."""
+    return (2, width) if divisor == 0 else (1, max(width // 2 - 1, 1))
+
+
+def some_of(pairs):
+    """Every pair of a small recipe, some of a large one; always the last."""
+    return sorted({*range(0, pairs, max(1, pairs // 64)), pairs - 1})
+
+
+@pytest.mark.parametrize(("base", "divisor", "width", "pairs"), RECIPES)
+def test_turns_to_128_bits(base, divisor, width, pairs):
+    words = _C.frequency_table(base, divisor, width, pairs)["turns"]
+    assert words.shape == (4, pairs)
+    assert words.dtype == np.uint32
+    numerator, denominator = exponent_of(divisor, width)
+    with mpmath.workdps(70):
+        for k in some_of(pairs):
+            got = sum(int(words[i, k]) << (96 - 32 * i) for i in range(4))
+            want = mpmath.power(base, mpmath.mpf(-numerator * k) / denominator) / (2 * mpmath.pi) * 2**128
+            assert abs(got - want) <= 8, (k, float(got - want))
+
+
+@pytest.mark.parametrize(("base", "divisor", "width", "pairs"), RECIPES)
+def test_angular_is_correctly_rounded(base, divisor, width, pairs):
+    """exp(fl32(n k) * fl32(-ln(base) / denominator)) to the nearest fp32 number."""
+    angular = _C.frequency_table(base, divisor, width, pairs)["angular"]
+    assert angular.shape == (pairs,)
+    assert angular.dtype == np.float32
+    numerator, denominator = exponent_of(divisor, width)
+    step = np.float32(-np.log(base) / denominator)
+    with mpmath.workdps(40):
+        for k in some_of(pairs):
+            got = angular[k]
+            want = mpmath.exp(mpmath.mpf(float(np.float32(numerator * k) * step)))
+            error = abs(mpmath.mpf(float(got)) - want)
+            for other in (np.nextafter(got, np.float32(0)), np.nextafter(got, np.float32(2))):
+                assert error <= abs(mpmath.mpf(float(other)) - want), k
+
+
+def torch_table(base, divisor, width, pairs):
+    numerator, denominator = exponent_of(divisor, width)
+    k = torch.arange(0, numerator * pairs, numerator, dtype=torch.float32)
+    return torch.exp(k * (-np.log(base) / denominator)).numpy()
+
+
+@pytest.mark.parametrize(("divisor", "width"), [(0, 64), (0, 512), (0, 1024), (1, 512), (1, 768), (0, 4096)])
+def test_angular_against_torch_exp(divisor, width):
+    """torch.exp rounds nearly every frequency as we do, and never strays by more than one unit."""
+    ours = _C.frequency_table(10000.0, divisor, width, width // 2)["angular"]
+    theirs = torch_table(10000.0, divisor, width, width // 2)
+    assert (ours == theirs).mean() >= 0.95
+    assert np.abs(ours.view(np.int32) - theirs.view(np.int32)).max() <= 1
+
+
+def test_a_table_does_not_depend_on_how_much_of_it_is_asked_for():
+    whole = _C.frequency_table(10000.0, 0, 512, 256)
+    part = _C.frequency_table(10000.0, 0, 512, 7)
+    np.testing.assert_array_equal(part["turns"], whole["turns"][:, :7])
+    np.testing.assert_array_equal(part["angular"], whole["angular"][:7])

@@ -1,0 +1,461 @@
+"""Modules hold no encoding: nothing a model is put through can damage one, and old checkpoints still load."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from helpers import NAMED, fields, name_of
+from torch import Tensor, nn
+
+import posenc_ext
+from posenc_ext import CONVENTIONS, functional, reference
+
+V, D, T, ROWS = 11, 16, 7, 64
+
+IDS = torch.randint(V, (3, T), generator=torch.Generator().manual_seed(1))
+X = torch.randn(3, T, D, generator=torch.Generator().manual_seed(2))
+
+MODULES = {
+    "Embeddings": lambda **options: posenc_ext.Embeddings(D, V, **options),
+    "TransformerEmbedding": lambda **options: posenc_ext.TransformerEmbedding(V, D, **options),
+    "PositionalEncoding": lambda: posenc_ext.PositionalEncoding(D, ROWS),
+    "LearnedPositionalEmbedding": lambda **options: posenc_ext.LearnedPositionalEmbedding(ROWS, D, **options),
+}
+KEYS = {
+    "Embeddings": ["lut.weight"],
+    "TransformerEmbedding": ["weight"],
+    "PositionalEncoding": [],
+    "LearnedPositionalEmbedding": ["weight"],
+}
+every_module = pytest.mark.parametrize("kind", MODULES)
+
+
+def argument(kind: str) -> Tensor:
+    return IDS if "Positional" not in kind else X
+
+
+def table(convention: str = "vaswani", rows: int = ROWS, d_model: int = D, first: int = 0) -> Tensor:
+    """What a project of that convention would have saved, made without the ops: fp32 [rows, d_model]."""
+    positions = torch.arange(first, first + rows).numpy()
+    return torch.from_numpy(reference.sinusoid_table(positions, d_model, **fields(CONVENTIONS[convention]))).float()
+
+
+# ---- what is state ---------------------------------------------------------------------------------------------------
+
+
+@every_module
+def test_state_is_the_weight_and_nothing_else(kind):
+    module = MODULES[kind]()
+    assert list(module.state_dict()) == KEYS[kind]
+    assert [name for name, _ in module.named_parameters()] == KEYS[kind]
+    # A buffer may say where the module lives; an encoding or a frequency would have elements.
+    assert all(buffer.numel() == 0 for buffer in module.buffers())
+    attributes = [value for value in vars(module).values() if isinstance(value, Tensor)]
+    assert attributes == []
+
+
+@every_module
+def test_round_trip_of_the_state(kind):
+    first, second = MODULES[kind](), MODULES[kind]()
+    result = second.load_state_dict(first.state_dict(), strict=True)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert torch.equal(second(argument(kind)), first(argument(kind)))
+
+
+@every_module
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_compute_the_same(kind, how):
+    module = MODULES[kind]()
+    if how == "deepcopy":
+        twin = copy.deepcopy(module)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(module))
+    else:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert torch.equal(twin(argument(kind)), module(argument(kind)))
+    for a, b in zip(twin.parameters(), module.parameters(), strict=True):
+        assert a.data_ptr() != b.data_ptr()
+
+
+def test_copies_keep_the_recipe():
+    convention = posenc_ext.Convention(base=500.0, layout="cos_sin", name="mine")
+    module = posenc_ext.TransformerEmbedding(
+        V, D, convention=convention, precision="exact", batch_first=False, dropout=0.2
+    )
+    twin = pickle.loads(pickle.dumps(module)).eval()
+    assert repr(twin) == repr(module)
+    assert torch.equal(twin(IDS, offset=3), module.eval()(IDS, offset=3))
+
+
+# ---- casts and devices -----------------------------------------------------------------------------------------------
+
+CASTS = {
+    "half": lambda module: module.half(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "to": lambda module: module.to(torch.bfloat16),
+    "there and back": lambda module: module.half().float(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("precision", ["reference", "exact"])
+@pytest.mark.parametrize("start", [250, 1850])
+def test_encodings_stay_exact_under_casts(cast, precision, start):
+    """Positions past 256 are not whole numbers of bfloat16, and past 2048 not of float16."""
+    module = CASTS[cast](posenc_ext.TransformerEmbedding(V, 32, precision=precision))
+    nn.init.zeros_(module.weight)
+    got = module(torch.zeros(11, dtype=torch.long), offset=start)
+    dtype = module.weight.dtype
+    assert got.dtype == dtype
+    expected = torch.from_numpy(reference.sinusoid_table(range(start, start + 11), 32))
+    # Half a unit of the 16-bit type, next to what the fp32 angle is off by.
+    unit = torch.finfo(dtype).eps * expected.abs().clamp(min=2.0**-14)
+    angle = start * 2.4e-7 if precision == "reference" else 5e-7
+    assert ((got.double() - expected).abs() <= unit / 2 + angle).all()
+    assert not torch.equal(got[6], got[7])  # 256 and 257
+
+    adding = CASTS[cast](posenc_ext.PositionalEncoding(32, precision=precision))
+    assert torch.equal(adding(torch.zeros(1, 11, 32, dtype=dtype), offset=start)[0], got)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_cast_leaves_no_trace_in_the_encoding(cast):
+    """fp32 activations through a module that was cast: the same bits as through a fresh one."""
+    module = CASTS[cast](posenc_ext.PositionalEncoding(D))
+    assert torch.equal(module(X, offset=4000), posenc_ext.PositionalEncoding(D)(X, offset=4000))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_pe_follows_the_module(dtype):
+    module = posenc_ext.PositionalEncoding(D, ROWS).to(dtype)
+    assert module.pe.dtype == dtype
+    truth = functional.positional_encoding(ROWS, D, dtype=torch.float64)
+    assert torch.equal(module.pe[0], truth.to(dtype) if dtype == torch.float64 else truth.float().to(dtype))
+    assert module.to("meta").pe.device.type == "meta"
+
+
+@every_module
+def test_construction_on_the_meta_device(kind):
+    with torch.device("meta"):
+        module = MODULES[kind]()
+    assert all(parameter.is_meta for parameter in module.parameters())
+    shape = module(argument(kind).to("meta")).shape
+    assert shape == (3, T, D)
+
+    module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 0.5)
+    ordinary = MODULES[kind]()
+    for parameter in ordinary.parameters():
+        nn.init.constant_(parameter, 0.5)
+    assert torch.equal(module(argument(kind)), ordinary(argument(kind)))
+    if kind == "PositionalEncoding":
+        assert module.pe.device.type == "cpu"
+        assert torch.equal(module.pe, ordinary.pe)
+
+
+@pytest.mark.parametrize("kind", ["Embeddings", "TransformerEmbedding", "LearnedPositionalEmbedding"])
+def test_meta_start_then_checkpoint(kind):
+    """The way large models are loaded: shapes first, then the tensors of the file themselves."""
+    saved = MODULES[kind]()
+    module = MODULES[kind](device="meta")
+    assert next(module.parameters()).is_meta
+    module.load_state_dict(saved.state_dict(), assign=True, strict=True)
+    assert torch.equal(module(argument(kind)), saved(argument(kind)))
+
+
+@pytest.mark.parametrize("kind", ["TransformerEmbedding", "LearnedPositionalEmbedding"])
+def test_reset_parameters_after_a_meta_start(kind):
+    torch.manual_seed(3)
+    expected = MODULES[kind]()
+    module = MODULES[kind](device="meta").to_empty(device="cpu")
+    torch.manual_seed(3)
+    module.reset_parameters()
+    assert torch.equal(module.weight, expected.weight)
+
+
+def test_dtype_of_construction():
+    for kind in ("Embeddings", "TransformerEmbedding", "LearnedPositionalEmbedding"):
+        module = MODULES[kind](dtype=torch.float64)
+        assert module(argument(kind).double() if kind.startswith("Learned") else IDS).dtype == torch.float64
+
+
+# ---- old checkpoints -------------------------------------------------------------------------------------------------
+
+BATCH_FIRST, SEQUENCE_FIRST = (1, ROWS, D), (ROWS, 1, D)
+
+# Where projects keep their table: key, shape and convention.
+SPELLINGS = {
+    "annotated transformer": ("pe", BATCH_FIRST, "vaswani"),
+    "pytorch examples": ("pe", SEQUENCE_FIRST, "vaswani"),
+    "flat": ("pe", (ROWS, D), "vaswani"),
+    "pytorch tutorials": ("pos_embedding", SEQUENCE_FIRST, "vaswani"),
+    "fairseq": ("weights", (ROWS, D), "fairseq"),
+    "nemo": ("pos_enc", (ROWS, D), "vaswani"),
+    "whisper": ("positional_embedding", (ROWS, D), "tensor2tensor"),
+    "ctranslate2": ("encodings", (ROWS, D), "opennmt_tf"),
+    "marian": ("weights", (ROWS, D), "marian"),
+}
+
+
+class Model(nn.Module):
+    """A model around a position module, so that keys have a prefix."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"pos": inner, "proj": nn.Linear(2, 2)})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_tables_of_old_checkpoints_are_consumed(spelling, nested, strict):
+    key, shape, convention = SPELLINGS[spelling]
+    inner = posenc_ext.PositionalEncoding(D, convention=convention)
+    module: nn.Module = Model(inner) if nested else inner
+    prefix = "encoder.pos." if nested else ""
+    state = {**module.state_dict(), prefix + key: table(convention).reshape(shape)}
+    before = dict(state)
+    result = module.load_state_dict(state, strict=strict)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert state.keys() == before.keys()
+    assert all(state[k] is before[k] for k in before)
+    assert prefix + key not in module.state_dict()
+
+
+def test_fairseq_checkpoint():
+    """Counted from padding_idx + 1, a row of zeros at padding_idx, and an empty marker of the dtype beside it."""
+    weights = table("fairseq")
+    weights[1] = 0
+    state = {"weights": weights, "_float_tensor": torch.empty(1)}
+    posenc_ext.PositionalEncoding(D, convention="fairseq").load_state_dict(state)
+    module = posenc_ext.TransformerEmbedding(V, D, convention="fairseq")
+    lookup = torch.randn(V, D)
+    module.load_state_dict({"weight": lookup, **state})
+    assert torch.equal(module.weight, lookup)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_tables_from_the_first_position(first):
+    """A table may hold row p at index p, or the row of the first position at index 0."""
+    module = posenc_ext.PositionalEncoding(D, convention="opennmt_tf")
+    module.load_state_dict({"encodings": table("opennmt_tf", first=first)})
+
+
+@pytest.mark.parametrize(("lookup", "place"), [("weight", ""), ("lut.weight", ""), ("0.lut.weight", "1.")])
+@pytest.mark.parametrize("nested", [False, True])
+def test_transformer_embedding_loads_the_textbook_pair(lookup, place, nested):
+    twin = nn.Sequential(reference.Embeddings(D, V), reference.PositionalEncoding(D, ROWS))
+    inner = posenc_ext.TransformerEmbedding(V, D)
+    module: nn.Module = Model(inner) if nested else inner
+    prefix = "encoder.pos." if nested else ""
+    state = module.state_dict()
+    state.pop(prefix + "weight")
+    state[prefix + lookup] = twin[0].lut.weight.detach()
+    state[prefix + place + "pe"] = twin[1].pe
+    keys = list(state)
+    result = module.load_state_dict(state, strict=True)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert list(state) == keys
+    assert torch.equal(inner.weight, twin[0].lut.weight)
+    torch.testing.assert_close(inner(IDS), twin(IDS), atol=4e-6, rtol=0)
+
+
+def test_the_textbook_pair_loads_as_a_whole():
+    """Both modules swapped in place: `state_dict()` of the one model loads strictly into the other."""
+
+    def model(embeddings, encoding) -> nn.ModuleDict:
+        return nn.ModuleDict({"src_embed": nn.Sequential(embeddings, encoding), "norm": nn.LayerNorm(D)})
+
+    old = model(reference.Embeddings(D, V), reference.PositionalEncoding(D))
+    new = model(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D))
+    assert "src_embed.1.pe" in old.state_dict()
+    new.load_state_dict(old.state_dict(), strict=True)
+    torch.testing.assert_close(new["src_embed"](IDS), old["src_embed"](IDS), atol=4e-6, rtol=0)
+    learned = posenc_ext.LearnedPositionalEmbedding(ROWS, D)
+    learned.load_state_dict(reference.LearnedPositionalEmbedding(ROWS, D).state_dict(), strict=True)
+
+
+def test_the_full_size_table_of_the_reference_loads():
+    """5000 rows: the last bit of a frequency has grown to 3e-4 there."""
+    posenc_ext.PositionalEncoding(D).load_state_dict(reference.PositionalEncoding(D).state_dict())
+    posenc_ext.PositionalEncoding(512).load_state_dict(reference.PositionalEncoding(512).state_dict())
+
+
+@pytest.mark.parametrize("convention", NAMED, ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=name_of)
+@pytest.mark.parametrize("precision", ["reference", "exact"])
+def test_tables_of_any_floating_type(convention, dtype, precision):
+    module = posenc_ext.PositionalEncoding(D, convention=convention, precision=precision)
+    module.load_state_dict({"pe": table(convention.name, rows=500).to(dtype)})
+
+
+def test_an_empty_table_is_no_table():
+    posenc_ext.PositionalEncoding(D).load_state_dict({"weights": torch.empty(0)})
+
+
+def test_keys_of_no_table_stay_unexpected():
+    for module in (posenc_ext.PositionalEncoding(D), posenc_ext.TransformerEmbedding(V, D)):
+        state = {**module.state_dict(), "alpha": torch.ones(())}
+        with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*alpha"):
+            module.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*weight"):
+        posenc_ext.TransformerEmbedding(V, D).load_state_dict({"pe": table()})
+
+
+# ---- tables that are not the module's --------------------------------------------------------------------------------
+
+
+def same_waves(a: posenc_ext.Convention, b: posenc_ext.Convention) -> bool:
+    """Whether two conventions give one table at an even width, counted from 0."""
+    return (a.base, a.divisor, a.layout) == (b.base, b.divisor, b.layout)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("found", NAMED, ids=lambda c: c.name)
+def test_a_table_of_another_convention_is_refused_by_name(found, dtype, strict):
+    mine = CONVENTIONS["vaswani"] if not same_waves(found, CONVENTIONS["vaswani"]) else CONVENTIONS["tensor2tensor"]
+    alike = [c.name for c in NAMED if same_waves(c, found)]
+    state = {"pe": table(found.name).to(dtype)}
+    for module in (
+        posenc_ext.PositionalEncoding(D, convention=mine),
+        posenc_ext.TransformerEmbedding(V, D, convention=mine),
+    ):
+        with pytest.raises(RuntimeError, match=f"table 'pe' .* not that of convention '{mine.name}'") as refusal:
+            module.load_state_dict({**module.state_dict(), **state}, strict=strict)
+        text = str(refusal.value)
+        assert type(module).__name__ in text
+        recognised = text.partition("it follows")[2]
+        assert [c.name for c in NAMED if f"'{c.name}'" in recognised] == alike
+
+
+def noise() -> Tensor:
+    return torch.randn(ROWS, D, generator=torch.Generator().manual_seed(0))
+
+
+def with_one_bad_row() -> Tensor:
+    damaged = table()
+    damaged[40] = damaged[41]
+    return damaged
+
+
+def with_nan(rows: slice) -> Tensor:
+    damaged = table()
+    damaged[rows] = float("nan")
+    return damaged
+
+
+# Not a table of any convention: nothing of these may load in silence, strict or not.
+WRONG_TABLES = {
+    "random": noise,
+    "trained away": lambda: table() + 0.01 * noise(),
+    "divided by sqrt(d)": lambda: table() / D**0.5,
+    "one row wrong": with_one_bad_row,
+    "moved by one": lambda: table(first=1),
+    "other base": lambda: torch.from_numpy(reference.sinusoid_table(range(ROWS), D, base=5000.0)).float(),
+    "never filled": lambda: torch.zeros(ROWS, D),
+    "one row of NaN": lambda: with_nan(slice(3, 4)),
+    "all NaN": lambda: with_nan(slice(None)),
+    "infinite": lambda: table() * float("inf"),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("case", WRONG_TABLES)
+def test_a_table_of_no_convention_is_refused(case, strict):
+    module = posenc_ext.PositionalEncoding(D)
+    with pytest.raises(RuntimeError, match=r"'pe' .* not that of convention 'vaswani': it follows no known convention"):
+        module.load_state_dict({"pe": WRONG_TABLES[case]()}, strict=strict)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        table(d_model=D + 2),
+        table(d_model=D // 2),
+        table().unsqueeze(0).repeat(2, 1, 1),
+        torch.arange(ROWS * D).reshape(ROWS, D),
+        torch.tensor(1.0),
+        torch.ones(D),
+        torch.ones(ROWS * D + 1),
+    ],
+    ids=lambda wrong: f"{name_of(wrong.dtype)} {list(wrong.shape)}",
+)
+def test_what_is_no_table_of_this_width_is_refused(wrong, strict):
+    module = posenc_ext.PositionalEncoding(D)
+    with pytest.raises(RuntimeError, match=rf"'pe' .* width {D}, got {wrong.dtype}") as refusal:
+        module.load_state_dict({"pe": wrong}, strict=strict)
+    assert str(list(wrong.shape)) in str(refusal.value)
+
+
+@pytest.mark.parametrize("prefix", ["encoder.pos.", "encoder.pos.1."])
+def test_a_refusal_names_the_key_of_the_whole_checkpoint(prefix):
+    model = Model(posenc_ext.TransformerEmbedding(V, D))
+    with pytest.raises(RuntimeError, match=f"'{prefix}pe'"):
+        model.load_state_dict({**model.state_dict(), prefix + "pe": table("tensor2tensor")})
+
+
+# ---- sharded state ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    """A group of one process, over gloo."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("torch was built without distributed support over gloo")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["TransformerEmbedding", "pair"])
+@pytest.mark.filterwarnings("ignore")  # of the distributed package about itself
+def test_fully_sharded_training_step(kind, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(4)
+        if kind == "pair":
+            return nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D), nn.Linear(D, V))
+        return nn.Sequential(posenc_ext.TransformerEmbedding(V, D), nn.Linear(D, V))
+
+    plain, sharded = model(), model()
+    for part in sharded:
+        if list(part.parameters()):
+            fully_shard(part, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    losses = []
+    for each in (plain, sharded):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(each(IDS).flatten(0, 1), IDS.flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-6)
+    assert losses[1] < losses[0]
+    weights = [p.full_tensor() for p in sharded.parameters()]
+    for a, b in zip(weights, plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_weight_without_its_module_is_refused_clearly(mesh):
+    """A DTensor that nothing has gathered: an error that says so, not a wrong lookup."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    weight = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])
+    with pytest.raises((NotImplementedError, RuntimeError, ValueError), match=r"DTensor|sharding"):
+        functional.embed(IDS, weight)
