@@ -179,20 +179,19 @@ POSENC_HD uint64_t exact_phase64(uint64_t p, const Turns& turns) {
 constexpr uint32_t kInverseTwoPi0 = 0x28BE60DBu, kInverseTwoPi1 = 0x9391054Au, kInverseTwoPi2 = 0x7F09D5F4u,
                    kInverseTwoPi3 = 0x7D4D3770u;
 
-// reference, for an fp32 angle in [0, kShortAngle): angle / (pi/2) as the sum t + rest, whose nearest whole number is
-// found by adding 1.5 * 2^23: floats are integers there, and the low bits of the sum are the number. t without it is
-// exact.
-constexpr float kShortAngle = 262144.0f;  // 2^18; there rest is still good for 2^-31
+// reference, for an fp32 angle in [0, kShortAngle), the way of Cody and Waite: the nearest number of quarter turns is found
+// by adding 1.5 * 2^23, where floats are integers and the low bits of the sum are the number, and is taken off times pi/2
+// in two parts. The first step is exact, what the two parts lack of pi/2 is below 2^-31 here, so x is rounded once.
+constexpr float kShortAngle = 262144.0f;  // 2^18
 
 template <class Uint>
 POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_short_angle(typename Lane<Uint>::Float angle) {
   using L = Lane<Uint>;
   using Float = typename L::Float;
-  const Float inverse = L::splat(0x1.45f306p-1f), inverse_low = L::splat(0x1.b9391p-26f);  // 2 / pi
-  const Float t = angle * inverse;
-  const Float rest = L::fused(angle, inverse_low, L::fused(angle, inverse, -t));
-  const Float whole = t + 12582912.0f;
-  const Float x = ((t - (whole - 12582912.0f)) + rest) * 1.57079633f;  // pi / 2
+  const Float whole = L::fused(angle, L::splat(6.36619747e-1f), L::splat(12582912.0f));  // 2 / pi
+  const Float quarter_turns = whole - 12582912.0f;
+  Float x = L::fused(quarter_turns, L::splat(-0x1.921fb6p+0f), angle);
+  x = L::fused(quarter_turns, L::splat(0x1.777a5cp-25f), x);
   return sincos_of_rest<Uint>(x, bit_cast<Uint>(whole) << 30);
 }
 

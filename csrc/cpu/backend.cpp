@@ -15,14 +15,18 @@ struct Isa {
 };
 
 const std::vector<Isa>& isas() {
+#if defined(__x86_64__)
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+                  __builtin_cpu_supports("f16c");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+#endif
   static const std::vector<Isa> list = {
 #if defined(__x86_64__)
-      {"x86-64-v4", &kernels_x86_64_v4,
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
-      {"x86-64-v3", &kernels_x86_64_v3,
-       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
-           __builtin_cpu_supports("f16c")},
+      {"x86-64-v4+bf16", &kernels_x86_64_v4_bf16, v4 && __builtin_cpu_supports("avx512bf16")},
+      {"x86-64-v4", &kernels_x86_64_v4, v4},
+      {"x86-64-v3", &kernels_x86_64_v3, v3},
 #endif
       {"baseline", &kernels_baseline, true},
   };

@@ -19,6 +19,7 @@ extern const Kernels kernels_baseline;
 #if defined(__x86_64__)
 extern const Kernels kernels_x86_64_v3;
 extern const Kernels kernels_x86_64_v4;
+extern const Kernels kernels_x86_64_v4_bf16;
 #endif
 
 }  // namespace posenc::cpu

@@ -162,7 +162,8 @@ POSENC_HD float float_of_half(uint16_t half) {
   if (magnitude >= 0x7C00u) {  // infinity, or a NaN made quiet
     return bit_cast<float>(sign | 0x7F800000u | (magnitude << 13) | (magnitude > 0x7C00u ? 0x400000u : 0u));
   }
-  // A subnormal half is a count of 2^-24; its bits are not taken for those of a (subnormal) float, which may be flushed.
+  // A subnormal half is a count of 2^-24; its bits are not taken for those of a (subnormal) float, which may be
+  // flushed.
   const uint32_t bits = magnitude < 0x400u ? bit_cast<uint32_t>(static_cast<float>(magnitude) * 0x1p-24f)
                                            : (magnitude << 13) + (112u << 23);
   return bit_cast<float>(sign | bits);
@@ -236,6 +237,13 @@ struct Element<BFloat16> {
   }
   template <bool stream>
   POSENC_HD static void store(BFloat16* to, Vector first, Vector second) {
+#if defined(POSENC_HAVE_AVX512_BF16)
+    // The instruction flushes subnormal numbers and keeps the payload of a NaN, so those (0xA1) go the long way.
+    const __m512 low = bit_cast<__m512>(first), high = bit_cast<__m512>(second);
+    if (__builtin_expect((_mm512_fpclass_ps_mask(low, 0xA1) | _mm512_fpclass_ps_mask(high, 0xA1)) == 0, 1)) {
+      return store_bytes<stream>(to, bit_cast<UintVector>(_mm512_cvtne2ps_pbh(high, low)));
+    }
+#endif
     store_bytes<stream>(to, join(narrow(first), narrow(second)));
   }
 };
