@@ -46,6 +46,7 @@ def call(function: str, arguments: dict[str, Any], environment: dict[str, str] |
         finished = subprocess.run(
             [sys.executable, "-m", __name__, job],
             env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+            cwd=folder,  # python -m puts it first, and in a checkout it may hold the package without its compiled half
             stderr=subprocess.PIPE,
             text=True,
             check=False,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import mpmath
@@ -21,6 +24,15 @@ PRECISIONS = ("exact", "reference")
 WIDTHS = (1, 2, 3, 5, 6, 7, 8, 31, 127, 128, 130, 513, 1030)
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def child(folder: Path) -> dict[str, Any]:
+    """For a subprocess: where to start it, and how it finds the packages of this process.
+
+    Not in the checkout, where the sources would hide the package that is installed.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {"cwd": folder, "env": {**os.environ, "PYTHONPATH": path}}
 
 
 def name_of(value: Any) -> str:

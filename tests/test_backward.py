@@ -2,17 +2,25 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import DTYPES, assert_close, assert_same_bits, dirty_memory, name_of, sample_inputs, true_gradient, wide
+from helpers import (
+    DTYPES,
+    assert_close,
+    assert_same_bits,
+    child,
+    dirty_memory,
+    name_of,
+    sample_inputs,
+    true_gradient,
+    wide,
+)
 
-from posenc_ext import CONVENTIONS, ops
+from posenc_ext import CONVENTIONS
 from posenc_ext.functional import add_positional_encoding, embed, scaled_embedding
 
 SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -432,20 +440,18 @@ print(json.dumps(result))
 """
 
 
-def test_bad_calls_raise_and_do_not_crash():
+def test_bad_calls_raise_and_do_not_crash(tmp_path):
     """In a process of its own: what they must not do is take the process with them."""
-    root = Path(ops.__file__).parents[1]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    child = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CHILD],
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": path},
         check=False,
+        **child(tmp_path),
     )
-    assert child.returncode == 0, child.stderr[-2000:]
-    result = json.loads(child.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-2000:]
+    result = json.loads(process.stdout.splitlines()[-1])
     assert len(result) == 4 * 24
     index_errors = {
         "id == V",

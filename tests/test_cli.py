@@ -8,6 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from helpers import child
 
 from posenc_ext import _C, cli, demo, plot
 from posenc_ext.conventions import CONVENTIONS
@@ -472,9 +473,10 @@ def test_help_names_every_command(capsys):
     assert all(re.search(rf"^    {command} ", out, re.MULTILINE) for command in ("demo", "plot", "info", "bench"))
 
 
-def test_a_reader_that_leaves_early():
+def test_a_reader_that_leaves_early(tmp_path):
     code = "import sys; from posenc_ext.cli import main; sys.exit(main(['demo', '--no-timing']))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], **pipes, **child(tmp_path))
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=60) == 1
