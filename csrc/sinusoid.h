@@ -179,9 +179,10 @@ POSENC_HD uint64_t exact_phase64(uint64_t p, const Turns& turns) {
 constexpr uint32_t kInverseTwoPi0 = 0x28BE60DBu, kInverseTwoPi1 = 0x9391054Au, kInverseTwoPi2 = 0x7F09D5F4u,
                    kInverseTwoPi3 = 0x7D4D3770u;
 
-// reference, for an fp32 angle in [0, kShortAngle), the way of Cody and Waite: the nearest number of quarter turns is found
-// by adding 1.5 * 2^23, where floats are integers and the low bits of the sum are the number, and is taken off times pi/2
-// in two parts. The first step is exact, what the two parts lack of pi/2 is below 2^-31 here, so x is rounded once.
+// reference, for an fp32 angle in [0, kShortAngle), the way of Cody and Waite: the nearest number of quarter turns is
+// found by adding 1.5 * 2^23, where floats are integers and the low bits of the sum are the number, and is taken off
+// times pi/2 in two parts. The first step is exact, what the two parts lack of pi/2 is below 2^-31 here, so x is
+// rounded once.
 constexpr float kShortAngle = 262144.0f;  // 2^18
 
 template <class Uint>
