@@ -5,46 +5,32 @@
 
 constexpr int64_t kTilePairs = 256;
 
-// `count` waves, whole vectors of them (frequencies and tiles have room): wave(i) holds those of pairs first + i and
-// on; sines go to sines[i], cosines to cosines[i], or to sines[2 * i] and the place after it.
-template <class Wave>
-POSENC_HD void fill_vectors(Wave wave, int64_t count, float* sines, float* cosines, bool interleaved) {
-  for (int64_t i = 0; i < count; i += kLanes<float>) {
-    const SinCos<FloatVector> pair = wave(i);
-    if (interleaved) {
-      FloatVector low, high;
-      interleave(pair.sin, pair.cos, low, high);
-      store_bytes<false>(sines + 2 * i, low);
-      store_bytes<false>(sines + 2 * i + kLanes<float>, high);
-    } else {
-      store_bytes<false>(sines + i, pair.sin);
-      store_bytes<false>(cosines + i, pair.cos);
-    }
-  }
-}
-
 POSENC_HD uint64_t magnitude(int64_t position) {
   return position < 0 ? uint64_t{0} - static_cast<uint64_t>(position) : static_cast<uint64_t>(position);
 }
 
-void fill_waves(const Waves& waves, int64_t position, int64_t first, int64_t count, float* sines, float* cosines) {
-  const bool interleaved = waves.layout.kind == LayoutKind::interleaved;
+// Calls sink(i, waves of pairs first + i and on) for whole vectors of `count` pairs (frequencies have room past the
+// last), at the magnitude of the position: the sines of a negative one are still to be negated.
+template <class Sink>
+POSENC_HD void visit_waves(const Waves& waves, int64_t position, int64_t first, int64_t count, const Sink& sink) {
   const uint64_t p = magnitude(position);
   const float p32 = static_cast<float>(p);
-  const auto fill = [&](const auto& wave) { fill_vectors(wave, count, sines, cosines, interleaved); };
   const auto word = [&](int n, int64_t i) { return load_bytes<UintVector>(waves.frequencies.turns[n] + first + i); };
   const auto angle = [&](int64_t i) { return load_bytes<FloatVector>(waves.frequencies.angular + first + i) * p32; };
+  const auto visit = [&](const auto& wave) {
+    for (int64_t i = 0; i < count; i += kLanes<float>) sink(i, wave(i));
+  };
   if (waves.precision == Precision::exact) {
     const UintVector p0 = splat(static_cast<uint32_t>(p)), p1 = splat(static_cast<uint32_t>(p >> 32));
     if (p >> 32 == 0) {
-      fill([&](int64_t i) { return sincos_of_phase32(phase_of_product(p0, word(0, i), word(1, i))); });
+      visit([&](int64_t i) { return sincos_of_phase32(phase_of_product(p0, word(0, i), word(1, i))); });
     } else {
-      fill([&](int64_t i) { return sincos_of_phase32(exact_phase32(p0, p1, word(0, i), word(1, i), word(2, i))); });
+      visit([&](int64_t i) { return sincos_of_phase32(exact_phase32(p0, p1, word(0, i), word(1, i), word(2, i))); });
     }
   } else if (p32 < kShortAngle) {  // no frequency is above 1, so no angle above the position
-    fill([&](int64_t i) { return sincos_of_short_angle<UintVector>(angle(i)); });
+    visit([&](int64_t i) { return sincos_of_short_angle<UintVector>(angle(i)); });
   } else {
-    fill([&](int64_t i) {
+    visit([&](int64_t i) {
       const FloatVector angles = angle(i);
       SinCos<FloatVector> waves_here;
       for (int64_t lane = 0; lane < kLanes<float>; ++lane) {
@@ -54,6 +40,22 @@ void fill_waves(const Waves& waves, int64_t position, int64_t first, int64_t cou
       return waves_here;
     });
   }
+}
+
+// Sines to sines[i], cosines to cosines[i], or, interleaved, to sines[2 * i] and the place after it.
+void fill_waves(const Waves& waves, int64_t position, int64_t first, int64_t count, float* sines, float* cosines) {
+  const bool interleaved = waves.layout.kind == LayoutKind::interleaved;
+  visit_waves(waves, position, first, count, [&](int64_t i, const SinCos<FloatVector>& pair) {
+    if (interleaved) {
+      FloatVector low, high;
+      interleave(pair.sin, pair.cos, low, high);
+      store_bytes<false>(sines + 2 * i, low);
+      store_bytes<false>(sines + 2 * i + kLanes<float>, high);
+    } else {
+      store_bytes<false>(sines + i, pair.sin);
+      store_bytes<false>(cosines + i, pair.cos);
+    }
+  });
   if (position < 0) {
     for (int64_t i = 0, step = interleaved ? 2 : 1; i < count; ++i) sines[i * step] = -sines[i * step];
   }
@@ -183,6 +185,38 @@ void combine(const T* base, const T* next, int64_t column_stride, const WaveTile
   }
 }
 
+// A whole row whose waves nobody else needs, without the buffer: the waves go from the registers into the sum.
+template <class T, Source source, bool stream>
+void fused_row(const Waves& waves, int64_t position, const T* base, const T* next, T* out, float scale) {
+  using E = Element<T>;
+  const auto sum = [&](int64_t at, FloatVector wave) {
+    if constexpr (source == Source::gathered) return E::load(base + at) * scale + wave;
+    if constexpr (source == Source::dense) return E::load(base + at) + wave;
+    return wave;
+  };
+  visit_waves(waves, position, 0, waves.layout.width / 2, [&](int64_t i, const SinCos<FloatVector>& pair) {
+    const int64_t at = 2 * i, after = at + kLanes<float>;
+    FloatVector low, high;
+    interleave(pair.sin, pair.cos, low, high);
+    if constexpr (source == Source::gathered) prefetch_to_l2(next + at);
+    if constexpr (sizeof(T) == 2) {
+      E::template store<stream>(out + at, sum(at, low), sum(after, high));
+    } else {
+      if constexpr (source == Source::gathered) prefetch_to_l2(next + after);
+      E::template store<stream>(out + at, sum(at, low));
+      E::template store<stream>(out + after, sum(after, high));
+    }
+  });
+}
+
+// What fused_row asks of a call: whole vectors, sines and cosines side by side.
+template <class T>
+bool can_fuse_rows(const ForwardParams& params) {
+  const Layout& layout = params.waves.layout;
+  return sizeof(typename Element<T>::Real) == sizeof(float) && layout.kind == LayoutKind::interleaved &&
+         layout.width % (2 * kLanes<float>) == 0 && params.column_stride == 1;
+}
+
 // Where a token's base term and output lie.
 template <class T, Source source>
 struct TokenRows {
@@ -207,59 +241,97 @@ struct TokenRows {
   }
 };
 
-// Tokens in the order (seq, outer, inner) if they share positions, else in memory order (outer, seq, inner).
+// Tokens in the order (block of seq, outer, seq in the block, inner). With one block for all of seq that is memory
+// order.
 struct Walk {
   Grid grid;
-  bool shared;
+  int64_t block;
   int64_t outer = 0, seq = 0, inner = 0;
 
-  Walk(const Grid& tokens, bool in_groups, int64_t at) : grid(tokens), shared(in_groups) {
+  Walk(const Grid& tokens, int64_t block_size, int64_t at) : grid(tokens), block(block_size) {
+    const int64_t full = block * grid.outer * grid.inner;  // only the last block may be smaller
+    const int64_t begin = at / full * block, size = std::min(block, grid.seq - begin);
+    at %= full;
+    outer = at / (size * grid.inner);
+    at %= size * grid.inner;
+    seq = begin + at / grid.inner;
     inner = at % grid.inner;
-    at /= grid.inner;
-    outer = shared ? at % grid.outer : at / grid.seq;
-    seq = shared ? at / grid.outer : at % grid.seq;
+  }
+  int64_t block_begin() const { return seq / block * block; }
+  int64_t block_end() const { return std::min(block_begin() + block, grid.seq); }
+  // Tokens from this one to the end of its block.
+  int64_t left() const {
+    const int64_t size = block_end() - block_begin();
+    return ((grid.outer - outer) * size - (seq - block_begin())) * grid.inner - inner;
   }
   void next() {
     if (++inner < grid.inner) return;
     inner = 0;
-    int64_t& fast = shared ? outer : seq;
-    if (++fast < (shared ? grid.outer : grid.seq)) return;
-    fast = 0;
-    ++(shared ? seq : outer);
+    if (++seq < grid.seq && seq % block != 0) return;
+    if (++outer == grid.outer) {
+      outer = 0;  // and on to the next block
+    } else {
+      seq = (seq - 1) / block * block;
+    }
   }
 };
+
+// Tiles that a thread keeps at a time: 16 KB of fp32 waves. As many positions as they hold whole rows for form a block,
+// so that each batch row is written for several positions on end before the next one is turned to.
+constexpr int64_t kTiles = 8;
 
 template <class T, Source source, bool stream>
 void forward_tokens(const ForwardParams& params, int64_t begin, int64_t end) {
   using Real = typename Element<T>::Real;
-  const bool shared = params.waves.shared();
+  const Grid& grid = params.grid;
   const TokenRows<T, source> rows{params};
   const Real scale = static_cast<Real>(params.token_scale);
-  const Layout& layout = params.waves.layout;
-  const int64_t group_limit = shared ? params.grid.outer * params.grid.inner : 1;
-  WaveTile<Real> tile;
-  Walk walk(params.grid, shared, begin), ahead = walk;
+  // Each position's waves serve several tokens, or one alone.
+  const bool shared = params.waves.shared() && grid.outer * grid.inner > 1;
+  const int64_t chunks = std::max<int64_t>(1, (params.waves.layout.pairs() + kTilePairs - 1) / kTilePairs);
+  const int64_t chunks_in_pass = std::min(chunks, kTiles);
+  const int64_t block = shared ? kTiles / chunks_in_pass : grid.seq;
+  const bool fusable = !shared && can_fuse_rows<T>(params);
+  WaveTile<Real> tiles[kTiles];
+  Walk walk(grid, block, begin), ahead = walk;
   int64_t next_token = begin;  // where `ahead` stands
+  const auto next_base = [&](int64_t token) -> const T* {
+    if constexpr (source != Source::gathered) return nullptr;
+    for (; next_token < std::min(end - 1, token + kPrefetchTokens); ++next_token) ahead.next();
+    return rows.base(ahead.outer, ahead.seq, ahead.inner);
+  };
   for (int64_t at = begin; at < end;) {
-    // The tokens [at, group_end) have one position.
-    const int64_t group_end = std::min(end, at + group_limit - (shared ? at % group_limit : 0));
-    const int64_t position = rows.position(walk.outer, walk.seq, walk.inner);
+    if constexpr (sizeof(Real) == sizeof(float)) {
+      T* const out = rows.out(walk.outer, walk.seq, walk.inner);
+      const int64_t position = rows.position(walk.outer, walk.seq, walk.inner);
+      if (fusable && position >= 0 && (!stream || stream_aligned(out))) {
+        fused_row<T, source, stream>(params.waves, position, rows.base(walk.outer, walk.seq, walk.inner), next_base(at),
+                                     out, scale);
+        walk.next();
+        ++at;
+        continue;
+      }
+    }
     const Walk group = walk;
-    int64_t pair = 0;
-    do {  // at least once: a layout without waves has no pairs
-      tile.fill(params.waves, position, pair);
+    const int64_t group_end = shared ? std::min(end, at + walk.left()) : at + 1;
+    const int64_t first_seq = shared ? walk.block_begin() : walk.seq;
+    const int64_t last_seq = shared ? walk.block_end() : walk.seq + 1;
+    for (int64_t chunk = 0; chunk < chunks; chunk += chunks_in_pass) {
+      const int64_t count = std::min(chunks_in_pass, chunks - chunk);
+      for (int64_t seq = first_seq; seq < last_seq; ++seq)
+        for (int64_t c = 0; c < count; ++c)
+          tiles[(seq - first_seq) * count + c].fill(params.waves, rows.position(walk.outer, seq, walk.inner),
+                                                    (chunk + c) * kTilePairs);
       walk = group;
       for (int64_t token = at; token < group_end; ++token, walk.next()) {
-        const T* next = nullptr;
-        if constexpr (source == Source::gathered) {
-          for (; next_token < std::min(end - 1, token + kPrefetchTokens); ++next_token) ahead.next();
-          next = rows.base(ahead.outer, ahead.seq, ahead.inner);
-        }
-        combine<T, source, stream>(rows.base(walk.outer, walk.seq, walk.inner), next, params.column_stride, tile,
-                                   rows.out(walk.outer, walk.seq, walk.inner), scale);
+        const T* const base = rows.base(walk.outer, walk.seq, walk.inner);
+        const T* const next = next_base(token);
+        T* const out = rows.out(walk.outer, walk.seq, walk.inner);
+        for (int64_t c = 0; c < count; ++c)
+          combine<T, source, stream>(base, next, params.column_stride, tiles[(walk.seq - first_seq) * count + c], out,
+                                     scale);
       }
-      pair += kTilePairs;
-    } while (pair < layout.pairs());
+    }
     at = group_end;
   }
   if (stream) end_stream();
