@@ -246,33 +246,31 @@ struct TokenRows {
 struct Walk {
   Grid grid;
   int64_t block;
+  int64_t first = 0, last = 0;  // the block: positions [first, last); only the last one may be smaller
   int64_t outer = 0, seq = 0, inner = 0;
 
   Walk(const Grid& tokens, int64_t block_size, int64_t at) : grid(tokens), block(block_size) {
-    const int64_t full = block * grid.outer * grid.inner;  // only the last block may be smaller
-    const int64_t begin = at / full * block, size = std::min(block, grid.seq - begin);
+    const int64_t full = block * grid.outer * grid.inner;
+    first = at / full * block;
+    last = std::min(first + block, grid.seq);
     at %= full;
-    outer = at / (size * grid.inner);
-    at %= size * grid.inner;
-    seq = begin + at / grid.inner;
+    const int64_t in_row = (last - first) * grid.inner;
+    outer = at / in_row;
+    seq = first + at % in_row / grid.inner;
     inner = at % grid.inner;
   }
-  int64_t block_begin() const { return seq / block * block; }
-  int64_t block_end() const { return std::min(block_begin() + block, grid.seq); }
   // Tokens from this one to the end of its block.
-  int64_t left() const {
-    const int64_t size = block_end() - block_begin();
-    return ((grid.outer - outer) * size - (seq - block_begin())) * grid.inner - inner;
-  }
-  void next() {
+  int64_t left() const { return ((grid.outer - outer) * (last - first) - (seq - first)) * grid.inner - inner; }
+  void next() {  // once a token, twice with the one ahead: no division here
     if (++inner < grid.inner) return;
     inner = 0;
-    if (++seq < grid.seq && seq % block != 0) return;
+    if (++seq < last) return;
     if (++outer == grid.outer) {
-      outer = 0;  // and on to the next block
-    } else {
-      seq = (seq - 1) / block * block;
+      outer = 0;
+      first = last;
+      last = std::min(first + block, grid.seq);
     }
+    seq = first;
   }
 };
 
@@ -314,8 +312,8 @@ void forward_tokens(const ForwardParams& params, int64_t begin, int64_t end) {
     }
     const Walk group = walk;
     const int64_t group_end = shared ? std::min(end, at + walk.left()) : at + 1;
-    const int64_t first_seq = shared ? walk.block_begin() : walk.seq;
-    const int64_t last_seq = shared ? walk.block_end() : walk.seq + 1;
+    const int64_t first_seq = shared ? walk.first : walk.seq;
+    const int64_t last_seq = shared ? walk.last : walk.seq + 1;
     for (int64_t chunk = 0; chunk < chunks; chunk += chunks_in_pass) {
       const int64_t count = std::min(chunks_in_pass, chunks - chunk);
       for (int64_t seq = first_seq; seq < last_seq; ++seq)

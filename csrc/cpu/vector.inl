@@ -143,6 +143,26 @@ POSENC_HD void interleave(FloatVector a, FloatVector b, FloatVector& first, Floa
 // ---- element types
 // ---------------------------------------------------------------------------------------------------
 
+// By intrinsics: the compiler splits __builtin_convertvector into halves and puts them together again.
+POSENC_HD UintVector widen(HalfUintVector value) {
+#if POSENC_VECTOR_BYTES == 64
+  return bit_cast<UintVector>(_mm512_maskz_cvtepu16_epi32(__mmask16{0xFFFF}, bit_cast<__m256i>(value)));
+#elif POSENC_VECTOR_BYTES == 32
+  return bit_cast<UintVector>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(value)));
+#else
+  return __builtin_convertvector(value, UintVector);
+#endif
+}
+
+// The low halves of all lanes.
+POSENC_HD HalfUintVector narrow_bits(UintVector value) {
+#if POSENC_VECTOR_BYTES == 64
+  return bit_cast<HalfUintVector>(_mm512_maskz_cvtepi32_epi16(__mmask16{0xFFFF}, bit_cast<__m512i>(value)));
+#else
+  return __builtin_convertvector(value, HalfUintVector);
+#endif
+}
+
 POSENC_HD UintVector join(HalfUintVector first, HalfUintVector second) {
 #if POSENC_VECTOR_BYTES == 64
   return bit_cast<UintVector>(
@@ -225,15 +245,14 @@ struct Element<BFloat16> {
   POSENC_HD static Real get(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
   POSENC_HD static BFloat16 put(Real value) { return {bfloat_of_float(value)}; }
   POSENC_HD static Vector load(const BFloat16* from) {
-    const UintVector wide = __builtin_convertvector(load_bytes<HalfUintVector>(from), UintVector);
-    return bit_cast<Vector>(wide << 16);
+    return bit_cast<Vector>(widen(load_bytes<HalfUintVector>(from)) << 16);
   }
   POSENC_HD static HalfUintVector narrow(Vector value) {
     const UintVector bits = bit_cast<UintVector>(value);
     const UintVector rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
     const UintVector is_nan = bit_cast<UintVector>((bits & 0x7FFFFFFFu) > 0x7F800000u);
     const UintVector result = (rounded & ~is_nan) | (is_nan & 0x7FC0u);
-    return __builtin_convertvector(result, HalfUintVector);
+    return narrow_bits(result);
   }
   template <bool stream>
   POSENC_HD static void store(BFloat16* to, Vector first, Vector second) {
