@@ -50,7 +50,7 @@ def embed(
     Args:
         input: token ids, int64 or int32, any shape (batch, length for the usual batch).
         weight: the embedding table [vocab_size, d_model], float32, float64, bfloat16 or float16.
-        offset: added to every position (a sum past int64 wraps).
+        offset: added to every position (with `positions`, a sum past int64 wraps).
         positions: explicit positions, see above.
         token_scale: factor of the looked-up row; None for sqrt(d_model). Never rounded to the dtype of `weight`.
         convention: name of a convention or a `Convention`.
@@ -206,7 +206,7 @@ def positional_encoding(
         positions_or_length: integer positions of any shape, or a length: then the positions run from the convention's
             first one.
         d_model: width D.
-        offset: added to every position (a sum past int64 wraps).
+        offset: added to every position (with `positions`, a sum past int64 wraps).
         convention, precision: as in `embed`.
         dtype: of the result; None for `torch.get_default_dtype()`.
         device: of the result, for a length; a tensor of positions stays where it is.
