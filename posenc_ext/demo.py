@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 import posenc_ext
 from posenc_ext import functional, reference
@@ -193,6 +192,8 @@ def _show_time_and_memory(seed: int) -> None:
 
 def _interleaved_medians(modules: Sequence[nn.Module], ids: Tensor) -> list[float]:
     """Seconds per call of each module. They take turns, so that a busy moment of the machine falls on all."""
+    from torch.utils.benchmark import Timer  # here, since it warns where there is a CUDA toolkit and no GPU
+
     threads = torch.get_num_threads()
     timers = [Timer("module(ids)", globals={"module": m, "ids": ids}, num_threads=threads) for m in modules]
     rounds = [[timer.timeit(1).mean for timer in timers] for _ in range(ROUNDS)]
