@@ -10,9 +10,13 @@ Environment:
 
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import setup
@@ -33,55 +37,118 @@ def find_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def cuda_sources() -> list[str]:
-    """The CUDA half's files, or none where it is not to be built."""
-    forced = os.environ.get("POSENC_FORCE_CUDA") == "1"
-    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda").glob("*.cu"))
+def find_nvcc() -> Path | None:
+    """The CUDA compiler for the CUDA half, or None where that is not to be built."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc") or (home and shutil.which("nvcc", path=str(Path(home) / "bin")))
+    nvcc = (home and shutil.which("nvcc", path=str(Path(home) / "bin"))) or shutil.which("nvcc")
     if os.environ.get("POSENC_NO_CUDA") == "1":
         reason = "POSENC_NO_CUDA=1"
-    elif not sources:
-        reason = "csrc/cuda has no kernels yet"
     elif not nvcc:
-        reason = "no nvcc on PATH or in CUDA_HOME"
+        reason = "no nvcc in CUDA_HOME or on PATH"
     else:
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
-        print(f"posenc_ext: CUDA half with {nvcc} for {os.environ['TORCH_CUDA_ARCH_LIST']}")
-        return sources
-    if forced:
+        return Path(nvcc)
+    if os.environ.get("POSENC_FORCE_CUDA") == "1":
         raise SystemExit(f"posenc_ext: POSENC_FORCE_CUDA=1, but the CUDA half cannot be built: {reason}")
     print(f"posenc_ext: CPU only ({reason})")
-    return []
+    return None
+
+
+def cuda_paths(nvcc: Path) -> tuple[list[str], list[str]]:
+    """Folders of headers and of libraries, as nvcc itself has them: it may be a wrapper that lies elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        empty = Path(folder) / "empty.cu"
+        empty.touch()
+        dry = subprocess.run([nvcc, "--dryrun", "-c", empty], capture_output=True, text=True, check=True).stderr
+    variables = dict(re.findall(r"^#\$ (\w+)=(.*)$", dry, re.MULTILINE))
+    listed = {key: re.findall(r'"?-[IL]([^"\s]+)"?', variables.get(key, "")) for key in ("INCLUDES", "LIBRARIES")}
+    return listed["INCLUDES"], listed["LIBRARIES"]
+
+
+def architecture_flags(listed: str) -> list[str]:
+    """The nvcc flags of a TORCH_CUDA_ARCH_LIST such as "8.0;9.0+PTX"."""
+    flags = []
+    for architecture in re.split(r"[;\s]+", listed.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
+        if not match:
+            raise SystemExit(f"posenc_ext: TORCH_CUDA_ARCH_LIST must list numbers such as 9.0 or 9.0+PTX, got {listed}")
+        number = match[1] + match[2] + match[3]
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if match[4]:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def compile_cuda(nvcc: Path, folder: Path, architectures: str, debug: bool) -> list[str]:
+    """Objects of csrc/cuda/*.cu, compiled anew where something they are made of has changed.
+
+    Not by torch's CUDAExtension: these files know no torch, so a CPU-only torch or one for another CUDA version is as
+    good as any, and the machine needs no GPU.
+    """
+    sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    headers = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh")]
+    flags = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DPOSENC_WITH_CUDA"]
+    flags += ["-G", "-g"] if debug else []
+    flags += architecture_flags(architectures)
+    newest = max(path.stat().st_mtime for path in [*headers, ROOT / "setup.py"])
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def build(source: Path) -> str:
+        target = folder / f"{source.stem}.o"
+        command = [str(nvcc), *flags, "-c", str(source), "-o", str(target)]
+        record = target.with_suffix(".command")
+        fresh = target.exists() and record.exists() and record.read_text() == " ".join(command)
+        if not fresh or target.stat().st_mtime < max(newest, source.stat().st_mtime):
+            print(" ".join(command), flush=True)
+            subprocess.run(command, check=True)
+            record.write_text(" ".join(command))
+        return str(target)
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        return list(pool.map(build, sources))
 
 
 def extension() -> dict:
     """ext_modules and cmdclass; imports torch, so only called for a build."""
     import pybind11
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
 
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("**/*.cpp"))
-    cuda = cuda_sources()
+    nvcc = find_nvcc()
+    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS
     debug = os.environ.get("DEBUG") == "1"
     # -ffp-contract=off and no fast-math: results must not depend on what the compiler may fuse.
     flags = ["-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-fvisibility=hidden"]
     flags += ["-O0", "-g"] if debug else ["-O3", "-g0"]
     macros = [("TORCH_TARGET_VERSION", TORCH_TARGET), ("POSENC_TORCH_VERSION", f'"{torch.__version__}"')]
-    if cuda:
-        archs = os.environ["TORCH_CUDA_ARCH_LIST"]
-        macros += [("POSENC_WITH_CUDA", None), ("USE_CUDA", None), ("POSENC_CUDA_ARCHS", f'"{archs}"')]
+    include_dirs, library_dirs, libraries = [pybind11.get_include()], [], []
+    if nvcc:
+        _, library_dirs = cuda_paths(nvcc)
+        libraries = ["cudart_static", "dl", "pthread", "rt"]
+        macros += [("POSENC_WITH_CUDA", None), ("POSENC_CUDA_ARCHS", f'"{architectures}"')]
+        print(f"posenc_ext: CUDA half with {nvcc} for {architectures}")
     print(f"posenc_ext: torch {torch.__version__} headers, target {TORCH_TARGET}, flags {' '.join(flags)}")
-    module = (CUDAExtension if cuda else CppExtension)(
+    module = CppExtension(
         "posenc_ext._C",
-        sources + cuda,
-        include_dirs=[pybind11.get_include()],
+        sources,
+        include_dirs=include_dirs,
+        library_dirs=library_dirs,
         define_macros=macros,
-        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "--fmad=false"]} if cuda else {"cxx": flags},
+        extra_compile_args={"cxx": flags},
         extra_link_args=["-Wl,--as-needed"],
     )
-    module.libraries = [name for name in module.libraries if name in ("torch_cpu", "c10")]
-    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}
+    module.libraries = [name for name in module.libraries if name in ("torch_cpu", "c10")] + libraries
+
+    class Build(BuildExtension):
+        """Compiles the CUDA half first and links it in."""
+
+        def build_extensions(self) -> None:
+            if nvcc:
+                objects = compile_cuda(nvcc, Path(self.build_temp).absolute() / "cuda", architectures, debug)
+                module.extra_objects = objects
+            super().build_extensions()
+
+    return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
 
 
 BUILDING = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"} & set(sys.argv)

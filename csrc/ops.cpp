@@ -1,5 +1,6 @@
-// The custom ops: schemas, argument checks, allocation and choice of backend. The only file that knows torch, and only
-// through its stable ABI, so that one build loads in every torch from 2.10 on.
+// The custom ops: schemas, argument checks, allocation and choice of backend. Only this file and the two headers of its
+// own, tensors.h and cuda_call.h, know torch, and only through its stable ABI, so that one build loads in every torch
+// from 2.10 on.
 //
 // Nothing is written to any tensor before all checks have passed.
 
@@ -16,166 +17,17 @@
 
 #include "checks.h"
 #include "cpu/backend.h"
+#include "cuda_call.h"
 #include "frequency.h"
 #include "params.h"
 #include "segments.h"
+#include "tensors.h"
 
 namespace posenc {
 namespace {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 void torch_pool(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context) {
   torch_parallel_for(begin, end, grain, body, context);
-}
-
-// ---- describing tensors
-// ----------------------------------------------------------------------------------------------
-
-std::string text(IntHeaderOnlyArrayRef sizes) {
-  std::string result = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) result += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
-  return result + "]";
-}
-
-const char* text(ScalarType type) { return torch::headeronly::toString(type); }
-
-Dtype dtype_of(ScalarType type, const char* op, const char* argument) {
-  switch (type) {
-    case ScalarType::Float: return Dtype::float32;
-    case ScalarType::Double: return Dtype::float64;
-    case ScalarType::BFloat16: return Dtype::bfloat16;
-    case ScalarType::Half: return Dtype::float16;
-    default: break;
-  }
-  throw std::invalid_argument(
-      message(op, argument, " must have dtype float32, float64, bfloat16 or float16, got ", text(type)));
-}
-
-Integers integers_of(const Tensor& tensor, const char* op, const char* argument) {
-  const ScalarType type = tensor.scalar_type();
-  POSENC_CHECK(type == ScalarType::Long || type == ScalarType::Int, op, argument,
-               " must have dtype int64 or int32, got ", text(type));
-  return {tensor.const_data_ptr(), type == ScalarType::Long};
-}
-
-std::string device_text(const Tensor& tensor) {
-  int32_t type = 0;
-  aoti_torch_get_device_type(tensor.get(), &type);
-  const std::string name = type == aoti_torch_device_type_cpu()    ? "cpu"
-                           : type == aoti_torch_device_type_cuda() ? "cuda"
-                                                                   : "device type " + std::to_string(type);
-  return tensor.is_cpu() ? name : name + ":" + std::to_string(tensor.get_device_index());
-}
-
-void check_same_device(const Tensor& tensor, const char* argument, const Tensor& other, const char* other_name,
-                       const char* op) {
-  if (tensor.is_cpu() && other.is_cpu()) return;
-  POSENC_CHECK(device_text(tensor) == device_text(other), op, argument, " must be on the device of ", other_name, " (",
-               device_text(other), "), got ", device_text(tensor));
-}
-
-// [first byte, last byte] that a tensor can reach.
-std::pair<const char*, const char*> reach(const Tensor& tensor) {
-  const char* first = static_cast<const char*>(tensor.const_data_ptr());
-  int64_t last = 0;
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
-  return {first, first + (last + 1) * static_cast<int64_t>(tensor.element_size()) - 1};
-}
-
-// Whether two of its elements may share memory: sorted by stride, each axis must step over all that lies within.
-bool overlaps_itself(const Tensor& tensor) {
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  std::vector<std::pair<int64_t, int64_t>> axes;  // stride, size
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] == 0) return false;
-    if (sizes[i] > 1) axes.emplace_back(strides[i], sizes[i]);
-  }
-  std::sort(axes.begin(), axes.end());
-  int64_t reached = 0;
-  for (const auto& [stride, size] : axes) {
-    if (stride <= reached) return true;
-    reached += stride * (size - 1);
-  }
-  return false;
-}
-
-void check_disjoint(const Tensor& out, const Tensor& input, const char* argument, const char* op) {
-  if (out.numel() == 0 || input.numel() == 0) return;
-  const auto a = reach(out), b = reach(input);
-  POSENC_CHECK(a.second < b.first || b.second < a.first, op, "out must not share memory with ", argument);
-}
-
-// ---- the token grid
-// --------------------------------------------------------------------------------------------------
-
-// Token axes `sizes` as a grid: the position runs along the last axis (batch_first) or the first one.
-Grid grid_of(IntHeaderOnlyArrayRef sizes, bool batch_first) {
-  if (sizes.size() == 0) return {};
-  const size_t axis = batch_first ? sizes.size() - 1 : 0;
-  Grid grid;
-  grid.seq = sizes[axis];
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (i < axis) grid.outer *= sizes[i];
-    if (i > axis) grid.inner *= sizes[i];
-  }
-  return grid;
-}
-
-// One stride for the axes [first, last), if they can be walked as one.
-std::optional<int64_t> merged_stride(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides, size_t first,
-                                     size_t last) {
-  std::optional<int64_t> stride;
-  int64_t expected = 0;
-  for (size_t i = last; i-- > first;) {
-    if (sizes[i] == 0) return 0;  // nowhere to walk
-    if (sizes[i] == 1) continue;
-    if (!stride) stride = strides[i];
-    else if (strides[i] != expected) return std::nullopt;
-    expected = strides[i] * sizes[i];
-  }
-  return stride.value_or(0);
-}
-
-// The strides of a tensor whose leading `token_dims` axes are the token axes, or nothing if it must be copied first.
-std::optional<GridStrides> grid_strides(const Tensor& tensor, size_t token_dims, bool batch_first) {
-  if (token_dims == 0) return GridStrides{};
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  const size_t axis = batch_first ? token_dims - 1 : 0;
-  const auto outer = merged_stride(sizes, strides, 0, axis);
-  const auto inner = merged_stride(sizes, strides, axis + 1, token_dims);
-  if (!outer || !inner) return std::nullopt;
-  return GridStrides{*outer, sizes[axis] == 1 ? 0 : strides[axis], *inner};
-}
-
-// ---- allocation
-// ------------------------------------------------------------------------------------------------------
-
-// The C shim: a few hundred nanoseconds less than new_empty, which goes through the dispatcher.
-Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = stride;
-    stride *= std::max<int64_t>(sizes[i], 1);
-  }
-  int32_t device_type = 0, device_index = 0;
-  aoti_torch_get_device_type(like.get(), &device_type);
-  aoti_torch_get_device_index(like.get(), &device_index);
-  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, device_type, device_index, &handle));
-  return Tensor(handle);
-}
-
-std::vector<int64_t> with_width(IntHeaderOnlyArrayRef token_sizes, int64_t width) {
-  std::vector<int64_t> sizes(token_sizes.begin(), token_sizes.end());
-  sizes.push_back(width);
-  return sizes;
 }
 
 // ---- the recipe
@@ -204,15 +56,13 @@ struct Recipe {
   }
 };
 
-// Fills waves.layout, precision and frequencies; the table that is returned must outlive them.
+// Fills waves.layout and precision; the table that is returned holds the frequencies.
 std::shared_ptr<const FrequencyTable> set_recipe(Waves& waves, const Recipe& recipe, int64_t width, const char* op) {
   POSENC_CHECK(width >= 1, op, "the width (d_model) must be positive, got ", width);
   waves.layout = Layout::make(recipe.layout, recipe.odd, width);
   waves.precision = recipe.precision;
   const int64_t frequency_width = recipe.odd == OddRule::round_up ? width + width % 2 : width;
-  auto table = frequencies(recipe.base, recipe.divisor, frequency_width, waves.layout.pairs());
-  waves.frequencies = table->view();
-  return table;
+  return frequencies(recipe.base, recipe.divisor, frequency_width, waves.layout.pairs());
 }
 
 // Positions: a tensor with the shape of the token axes (expanded views welcome), or none for the running index.
@@ -271,9 +121,18 @@ void set_given_out(ForwardParams& params, const Tensor& out, const std::vector<i
   params.out_strides = *merged;
 }
 
-void run_forward(const ForwardParams& params) {
+// On the device of `like`, with the frequencies of `table`.
+void run_forward(ForwardParams& params, const std::shared_ptr<const FrequencyTable>& table, const Tensor& like,
+                 cuda::Op op) {
   if (params.grid.tokens() == 0) return;
-  cpu::forward(params, torch_pool);
+  if (like.is_cpu()) {
+    params.waves.frequencies = table->view();
+    return cpu::forward(params, torch_pool);
+  }
+  const CudaCall call(op, like);
+  params.waves.frequencies = call->frequencies(table);
+  cuda::forward(params, call->launch());
+  call->finish();
 }
 
 // ---- ids
@@ -291,11 +150,18 @@ void run_forward(const ForwardParams& params) {
       message(op, "input must hold ids in [0, ", rows, "), got ", ids[place], " at input[", index, "]"));
 }
 
-// The ids as one contiguous run over the grid; `held` keeps a copy alive where one was needed.
+// The ids as one contiguous run over the grid; `held` keeps a copy alive where one was needed. On a GPU their range is
+// checked by the kernels, since to look at them here would be to wait for the device; but an empty table has no good
+// id.
 Integers checked_ids(const Tensor& input, int64_t rows, Tensor& held, const char* op) {
   integers_of(input, op, "input");
   held = input.is_contiguous() ? input : torch::stable::contiguous(input);
   const Integers ids = integers_of(held, op, "input");
+  if (!input.is_cpu()) {
+    if (rows == 0 && input.numel() > 0)
+      throw std::out_of_range(message(op, "input must hold ids in [0, 0), got ", input.numel(), " ids"));
+    return ids;
+  }
   const int64_t bad = cpu::find_bad_id(ids, held.numel(), rows);
   if (bad >= 0) throw_bad_id(ids, bad, input.sizes(), rows, op);
   return ids;
@@ -337,6 +203,7 @@ PreparedEmbed prepare_embed(const Tensor& weight, const Tensor& input, const std
     check_disjoint(*out, input, "input", op);
     if (positions) check_disjoint(*out, *positions, "positions", op);
   }
+  params.rows = rows;
   params.ids = checked_ids(input, rows, call.ids, op);
   return call;
 }
@@ -347,7 +214,7 @@ Tensor embed_into(const Tensor& weight, const Tensor& input, const std::optional
   call.params.token_scale = token_scale;
   Tensor result = out != nullptr ? *out : empty(call.sizes, weight.scalar_type(), weight);
   if (out == nullptr) set_new_out(call.params, result, input.dim(), recipe.batch_first);
-  run_forward(call.params);
+  run_forward(call.params, call.table, weight, cuda::Op::embed);
   return result;
 }
 
@@ -367,10 +234,16 @@ void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int
   embed_into(weight, input, positions, offset, token_scale, {base, flags, "embed"}, &out, "embed");
 }
 
-// All the checks of embed_out (or of embed) and nothing else, for callers that must write somewhere before it.
+// All the checks of embed_out (or of embed) and nothing else, for callers that must write somewhere before it. On a GPU
+// it waits for the ids to be looked at.
 void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double base,
                  int64_t flags, std::optional<Tensor> out) {
-  prepare_embed(weight, input, positions, offset, {base, flags, "embed"}, out ? &*out : nullptr, "embed");
+  const PreparedEmbed prepared =
+      prepare_embed(weight, input, positions, offset, {base, flags, "embed"}, out ? &*out : nullptr, "embed");
+  if (weight.is_cpu()) return;
+  const CudaCall call(cuda::Op::embed, weight);
+  cuda::check_ids(prepared.params.ids, input.numel(), prepared.params.rows, call->launch());
+  call->finish_and_wait();
 }
 
 // ---- the weight gradient
@@ -381,15 +254,16 @@ std::optional<int64_t> token_stride(const Tensor& grad) {
   return merged_stride(grad.sizes(), grad.strides(), 0, static_cast<size_t>(grad.dim()) - 1);
 }
 
-struct Gradient {
+// A checked call, and what its pointers need alive.
+struct PreparedGradient {
   BackwardParams params;
-  SortedRuns runs;
-  Tensor grad;  // as the kernel reads it
+  GradientTokens tokens;
+  Tensor grad, ids;  // as the kernels read them
 };
 
-Gradient sorted_gradient(const Tensor& grad, const Tensor& input, int64_t num_weights, double token_scale,
-                         int64_t padding_idx, bool scale_grad_by_freq, const char* op) {
-  Gradient result{{}, {}, grad};
+PreparedGradient prepare_gradient(const Tensor& grad, const Tensor& input, int64_t num_weights, double token_scale,
+                                  int64_t padding_idx, bool scale_grad_by_freq, const char* op) {
+  PreparedGradient result{{}, {}, grad, input};
   BackwardParams& params = result.params;
   params.dtype = dtype_of(grad.scalar_type(), op, "grad");
   POSENC_CHECK(num_weights >= 0, op, "num_weights must not be negative, got ", num_weights);
@@ -403,8 +277,10 @@ Gradient sorted_gradient(const Tensor& grad, const Tensor& input, int64_t num_we
       "grad must have the shape of input ", text(token_sizes), " and one axis more, got ", text(sizes));
   params.width = sizes[sizes.size() - 1];
   POSENC_CHECK(params.width >= 1, op, "the width (last axis) of grad must be positive, got ", params.width);
-  Tensor held = input;
-  const Integers ids = checked_ids(input, num_weights, held, op);
+  result.tokens.ids = checked_ids(input, num_weights, result.ids, op);
+  result.tokens.count = input.numel();
+  result.tokens.rows = num_weights;
+  result.tokens.padding_idx = padding_idx;
   auto stride = token_stride(grad);
   if (!stride) {
     result.grad = torch::stable::contiguous(grad);
@@ -415,39 +291,69 @@ Gradient sorted_gradient(const Tensor& grad, const Tensor& input, int64_t num_we
   params.column_stride = params.width == 1 ? 1 : result.grad.stride(result.grad.dim() - 1);
   params.scale_by_frequency = scale_grad_by_freq;
   params.token_scale = token_scale;
-  result.runs = sort_into_runs(ids, held.numel(), num_weights, padding_idx);
+  if (!input.is_cpu()) {
+    POSENC_CHECK(input.numel() <= cuda::kMostGradientTokens, op, "input must have at most ", cuda::kMostGradientTokens,
+                 " ids on CUDA, got ", input.numel());
+    POSENC_CHECK(num_weights <= cuda::kMostGradientRows, op, "num_weights must be at most ", cuda::kMostGradientRows,
+                 " on CUDA, got ", num_weights);
+  }
   return result;
 }
 
 Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx,
                       bool scale_grad_by_freq) {
-  Gradient gradient =
-      sorted_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward");
-  BackwardParams& params = gradient.params;
+  PreparedGradient prepared =
+      prepare_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward");
+  BackwardParams& params = prepared.params;
   Tensor out = empty({num_weights, params.width}, grad.scalar_type(), grad);
-  params.runs = gradient.runs.view();
   params.rows = num_weights;
   params.out = out.mutable_data_ptr();
-  cpu::backward(params, torch_pool);
+  if (grad.is_cpu()) {
+    const SortedRuns runs = sort_into_runs(prepared.tokens);
+    params.runs = runs.view();
+    cpu::backward(params, torch_pool);
+  } else {
+    CudaCall call(cuda::Op::embed_backward, grad);
+    const int64_t bytes = cuda::GradientScratch(nullptr, prepared.tokens, params, false).bytes;
+    const cuda::GradientScratch scratch(call.scratch(bytes), prepared.tokens, params, false);
+    cuda::backward(prepared.tokens, params, scratch, call->launch());
+    call->finish();
+  }
   return out;
 }
 
+// The size of the result is known once the ids are sorted; on a GPU that means to wait for the device.
 std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int64_t num_weights, double token_scale,
                                                  int64_t padding_idx, bool scale_grad_by_freq) {
-  Gradient gradient =
-      sorted_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward_sparse");
-  BackwardParams& params = gradient.params;
-  SortedRuns& runs = gradient.runs;
-  const int64_t count = static_cast<int64_t>(runs.row.size());
-  Tensor rows = empty({count}, ScalarType::Long, grad);
-  Tensor values = empty({count, params.width}, grad.scalar_type(), grad);
-  std::copy(runs.row.begin(), runs.row.end(), static_cast<int64_t*>(rows.mutable_data_ptr()));
-  std::iota(runs.row.begin(), runs.row.end(), 0);  // run r is row r of the values
-  params.runs = runs.view();
-  params.rows = count;
-  params.out = values.mutable_data_ptr();
-  cpu::backward(params, torch_pool);
-  return {rows, values};
+  PreparedGradient prepared =
+      prepare_gradient(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward_sparse");
+  BackwardParams& params = prepared.params;
+  const auto make = [&](int64_t count) {
+    std::tuple<Tensor, Tensor> made{empty({count}, ScalarType::Long, grad),
+                                    empty({count, params.width}, grad.scalar_type(), grad)};
+    params.rows = count;
+    params.out = std::get<1>(made).mutable_data_ptr();
+    return made;
+  };
+  if (grad.is_cpu()) {
+    SortedRuns runs = sort_into_runs(prepared.tokens);
+    auto result = make(static_cast<int64_t>(runs.row.size()));
+    std::copy(runs.row.begin(), runs.row.end(), static_cast<int64_t*>(std::get<0>(result).mutable_data_ptr()));
+    std::iota(runs.row.begin(), runs.row.end(), 0);  // run r is row r of the values
+    params.runs = runs.view();
+    cpu::backward(params, torch_pool);
+    return result;
+  }
+  if (prepared.tokens.count == 0) return make(0);
+  CudaCall call(cuda::Op::embed_backward_sparse, grad);
+  const int64_t bytes = cuda::GradientScratch(nullptr, prepared.tokens, params, true).bytes;
+  const cuda::GradientScratch scratch(call.scratch(bytes), prepared.tokens, params, true);
+  cuda::number_runs(prepared.tokens, scratch, call->launch());
+  auto result = make(call->read(scratch.head_counts + prepared.tokens.count - 1));
+  cuda::backward_of_runs(prepared.tokens, params, scratch,
+                         static_cast<int64_t*>(std::get<0>(result).mutable_data_ptr()), call->launch());
+  call->finish();
+  return result;
 }
 
 // ---- x + PE
@@ -487,7 +393,7 @@ Tensor add_into(const Tensor& x, const std::optional<Tensor>& positions, int64_t
   params.column_stride = width == 1 ? 1 : base.stride(base.dim() - 1);
   Tensor result = out != nullptr ? *out : empty({sizes.begin(), sizes.end()}, x.scalar_type(), x);
   if (out == nullptr) set_new_out(params, result, token_dims, batch_first);
-  run_forward(params);
+  run_forward(params, table, x, cuda::Op::other);
   return result;
 }
 
@@ -520,7 +426,7 @@ Tensor encode_into(const Tensor& positions, int64_t d_model, int64_t offset, con
   }
   Tensor result = out != nullptr ? *out : empty(sizes, type, positions);
   if (out == nullptr) set_new_out(params, result, token_sizes.size(), true);
-  run_forward(params);
+  run_forward(params, table, positions, cuda::Op::other);
   return result;
 }
 
@@ -582,7 +488,9 @@ STABLE_TORCH_LIBRARY(posenc_ext, m) {
       "-> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) {
+// The same functions for both: they look at where the tensors are.
+template <class Library>
+void register_kernels(Library& m) {
   m.impl("embed", TORCH_BOX(&embed));
   m.impl("_embed_fwd", TORCH_BOX(&embed_fwd));
   m.impl("embed_out", TORCH_BOX(&embed_out));
@@ -597,5 +505,8 @@ STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) {
   m.impl("positional_encoding", TORCH_BOX(&positional_encoding));
   m.impl("positional_encoding_out", TORCH_BOX(&positional_encoding_out));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) { register_kernels(m); }
+STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CUDA, m) { register_kernels(m); }
 
 }  // namespace posenc

@@ -62,12 +62,21 @@ struct ForwardParams {
   Source source = Source::none;
   const void* base = nullptr;  // gathered: the table; dense: the activations
   Integers ids;                // gathered: one per token, contiguous over the grid
+  int64_t rows = 0;            // gathered: of the table
   int64_t row_stride = 0;      // gathered: from one row of the table to the next
   GridStrides base_strides;    // dense
   int64_t column_stride = 1;   // of the base term
   void* out = nullptr;
   GridStrides out_strides;  // its columns are contiguous
   double token_scale = 1.0;
+};
+
+// The tokens of a weight gradient; those of padding_idx (negative: none) have no part in it.
+struct GradientTokens {
+  Integers ids;  // contiguous
+  int64_t count = 0;
+  int64_t rows = 0;  // of the table: ids lie in [0, rows)
+  int64_t padding_idx = -1;
 };
 
 // Tokens sorted by id, ties in token order: run r holds tokens order[start[r]] .. order[start[r + 1] - 1], all with id

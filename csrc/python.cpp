@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "cpu/backend.h"
+#include "cuda/backend.h"
 #include "frequency.h"
 #include "sinusoid.h"
 
@@ -117,6 +118,8 @@ PYBIND11_MODULE(_C, m) {
                                       "'");
       },
       py::arg("name"), "Use one of available_isas() from now on, process-wide. Results do not depend on it.");
+  m.def("check_errors", &cuda::check_errors, py::call_guard<py::gil_scoped_release>(),
+        "Wait for every CUDA device in use and raise IndexError for a bad id that one has found.");
   m.def("frequency_table", &frequency_table, py::arg("base"), py::arg("divisor"), py::arg("width"), py::arg("pairs"),
         "The frequencies of a recipe: 'turns' uint32 [4, pairs], the bits of w / 2pi; 'angular' float32 [pairs], w of "
         "precision reference.");

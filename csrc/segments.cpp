@@ -29,14 +29,14 @@ void radix_sort(std::vector<Entry>& entries, uint64_t largest_id) {
 
 }  // namespace
 
-SortedRuns sort_into_runs(const Integers& ids, int64_t count, int64_t rows, int64_t padding_idx) {
+SortedRuns sort_into_runs(const GradientTokens& tokens) {
   std::vector<Entry> entries;
-  entries.reserve(count);
-  for (int64_t token = 0; token < count; ++token) {
-    const int64_t id = ids[token];
-    if (id != padding_idx) entries.push_back({static_cast<uint64_t>(id), token});
+  entries.reserve(tokens.count);
+  for (int64_t token = 0; token < tokens.count; ++token) {
+    const int64_t id = tokens.ids[token];
+    if (id != tokens.padding_idx) entries.push_back({static_cast<uint64_t>(id), token});
   }
-  radix_sort(entries, rows > 0 ? rows - 1 : 0);
+  radix_sort(entries, tokens.rows > 0 ? tokens.rows - 1 : 0);
 
   SortedRuns runs;
   runs.order.reserve(entries.size());

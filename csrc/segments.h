@@ -12,7 +12,6 @@ struct SortedRuns {
   Runs view() const { return {static_cast<int64_t>(row.size()), order.data(), start.data(), row.data()}; }
 };
 
-// Ids must lie in [0, rows); tokens of `padding_idx` (negative: none) are left out.
-SortedRuns sort_into_runs(const Integers& ids, int64_t count, int64_t rows, int64_t padding_idx);
+SortedRuns sort_into_runs(const GradientTokens& tokens);
 
 }  // namespace posenc

@@ -88,9 +88,13 @@ struct Lane<uint32_t> {
   POSENC_HD static uint32_t high_product(uint32_t a, uint32_t b) { return posenc::high_product(a, b); }
   POSENC_HD static float splat(float value) { return value; }
   POSENC_HD static float signed_to_float(uint32_t value) { return static_cast<float>(static_cast<int32_t>(value)); }
-  // Zero for shifts of 32 and more, as the vector instructions have it.
-  POSENC_HD static uint32_t shift_right(uint32_t value, uint32_t by) { return by < 32u ? value >> by : 0u; }
-  POSENC_HD static uint32_t shift_left(uint32_t value, uint32_t by) { return by < 32u ? value << by : 0u; }
+  POSENC_HD static bool odd_quarter(uint32_t quarters) {
+#if defined(__CUDA_ARCH__)
+    return static_cast<int32_t>(quarters << 1) < 0;  // one instruction less than the mask
+#else
+    return (quarters & 0x40000000u) != 0u;
+#endif
+  }
 };
 
 // sin and cos of x + (pi/2) * quarter, |x| <= pi/4, where quarter is in the top two bits of `quarters` (the rest is not
@@ -107,7 +111,7 @@ POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_rest(typename Lane<Uint>:
   c = L::fused(c, z, L::splat(4.16666456e-2f));
   c = L::fused(c, z, L::splat(-0.5f));
   c = L::fused(c, z, L::splat(1.0f));
-  const auto odd_quarter = (quarters & 0x40000000u) != 0u;
+  const auto odd_quarter = L::odd_quarter(quarters);
   const Uint sin_sign = quarters & 0x80000000u;
   const Uint cos_sign = (quarters + 0x40000000u) & 0x80000000u;
   const Uint sin_bits = bit_cast<Uint>(odd_quarter ? c : s) ^ sin_sign;
@@ -196,22 +200,15 @@ POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_short_angle(typename Lane
   return sincos_of_rest<Uint>(x, bit_cast<Uint>(whole) << 30);
 }
 
-// reference, for an fp32 angle in [0, 2^24): its significand m (24 bits, angle = m * 2^-shift) times 1 / 2pi gives 56
-// bits [high][low], 32 of them behind the point; a shift of the pair leaves the phase in the low word.
-template <class Uint>
-POSENC_HD Uint angle_phase32(typename Lane<Uint>::Float angle, Uint inverse0, Uint inverse1) {
-  using L = Lane<Uint>;
-  const Uint bits = bit_cast<Uint>(angle);
-  const Uint m = (bits & 0x7FFFFFu) | 0x800000u;
-  const Uint shift = 150u - (bits >> 23);
-  const Uint product = m * inverse0;
-  const Uint low = product + L::high_product(m, inverse1);
-  const Uint carry = low < product ? Uint{} + 1u : Uint{};
-  const Uint high = L::high_product(m, inverse0) + carry;
-  return L::shift_right(low, shift) | L::shift_left(high, 32u - shift) | L::shift_right(high, shift - 32u);
+// reference, for an fp32 angle in [0, 2^24): its significand m (24 bits, angle = m * 2^-shift) times 1 / 2pi, 32 bits
+// of it behind the point; a shift leaves the phase in the low word.
+POSENC_HD uint32_t angle_phase32(float angle) {
+  const uint32_t bits = bit_cast<uint32_t>(angle);
+  const uint32_t m = (bits & 0x7FFFFFu) | 0x800000u;
+  const uint32_t shift = 150u - (bits >> 23);
+  const uint64_t turns = static_cast<uint64_t>(m) * kInverseTwoPi0 + high_product(m, kInverseTwoPi1);
+  return shift < 64u ? static_cast<uint32_t>(turns >> shift) : 0u;
 }
-
-POSENC_HD uint32_t angle_phase32(float angle) { return angle_phase32<uint32_t>(angle, kInverseTwoPi0, kInverseTwoPi1); }
 
 // The 64 bits of 1 / 2pi that follow its first `skip` fractional bits, skip in [0, 63].
 POSENC_HD uint64_t inverse_two_pi_window(uint32_t skip) {

@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from posenc_ext import functional
 from posenc_ext.conventions import CONVENTIONS, Convention
+from posenc_ext.errors import check_errors
 from posenc_ext.modules import (
     Embeddings,
     LearnedPositionalEmbedding,
@@ -27,6 +28,7 @@ __all__ = [
     "PositionalEncoding",
     "TransformerEmbedding",
     "Vocabulary",
+    "check_errors",
     "functional",
     "fuse",
     "get_sinusoidal_positional_encoding",

@@ -91,30 +91,7 @@ struct Lane<UintVector> {
   POSENC_HD static FloatVector signed_to_float(UintVector value) {
     return __builtin_convertvector(bit_cast<IntVector>(value), FloatVector);
   }
-#if POSENC_VECTOR_BYTES == 64
-  POSENC_HD static UintVector shift_right(UintVector value, UintVector by) {
-    return bit_cast<UintVector>(_mm512_srlv_epi32(bit_cast<__m512i>(value), bit_cast<__m512i>(by)));
-  }
-  POSENC_HD static UintVector shift_left(UintVector value, UintVector by) {
-    return bit_cast<UintVector>(_mm512_sllv_epi32(bit_cast<__m512i>(value), bit_cast<__m512i>(by)));
-  }
-#elif POSENC_VECTOR_BYTES == 32
-  POSENC_HD static UintVector shift_right(UintVector value, UintVector by) {
-    return bit_cast<UintVector>(_mm256_srlv_epi32(bit_cast<__m256i>(value), bit_cast<__m256i>(by)));
-  }
-  POSENC_HD static UintVector shift_left(UintVector value, UintVector by) {
-    return bit_cast<UintVector>(_mm256_sllv_epi32(bit_cast<__m256i>(value), bit_cast<__m256i>(by)));
-  }
-#else
-  POSENC_HD static UintVector shift_right(UintVector value, UintVector by) {
-    for (int64_t i = 0; i < kLanes<float>; ++i) value[i] = Lane<uint32_t>::shift_right(value[i], by[i]);
-    return value;
-  }
-  POSENC_HD static UintVector shift_left(UintVector value, UintVector by) {
-    for (int64_t i = 0; i < kLanes<float>; ++i) value[i] = Lane<uint32_t>::shift_left(value[i], by[i]);
-    return value;
-  }
-#endif
+  POSENC_HD static auto odd_quarter(UintVector quarters) { return (quarters & 0x40000000u) != 0u; }
 };
 
 namespace {

@@ -1,0 +1,40 @@
+// The weight gradient on a GPU, in scratch memory that the caller allocates.
+#pragma once
+
+#include "../params.h"
+#include "launch.h"
+
+namespace posenc::cuda {
+
+// Tokens that one call can sort; more is refused by the caller.
+constexpr int64_t kMostGradientTokens = (int64_t{1} << 31) - 1;
+// Rows likewise: a key and one that is no row.
+constexpr int64_t kMostGradientRows = (int64_t{1} << 32) - 2;
+
+// How the scratch memory is divided; all of it, runs by row (dense) or numbered (sparse).
+struct GradientScratch {
+  uint32_t *keys = nullptr, *sorted_keys = nullptr;
+  int32_t *tokens = nullptr, *order = nullptr;
+  int32_t *begin = nullptr, *end = nullptr;
+  int32_t* head_counts = nullptr;  // sparse
+  void* partial = nullptr;
+  void* temporary = nullptr;  // of the sort and the scan
+  size_t temporary_bytes = 0;
+  int64_t bytes = 0;  // in all
+
+  // Pointers are offsets from `memory`, which may be null to learn the size.
+  GradientScratch(void* memory, const GradientTokens& tokens, const BackwardParams& params, bool sparse);
+};
+
+// Dense: row r of params.out gets the sum of run r; all of params.rows rows are written. params.runs is not used.
+void backward(const GradientTokens& tokens, const BackwardParams& params, const GradientScratch& scratch,
+              const Launch& launch);
+
+// Sparse, in two steps, because the number of runs decides the size of the output and must be read in between: it is
+// head_counts[tokens.count - 1] once this has run.
+void number_runs(const GradientTokens& tokens, const GradientScratch& scratch, const Launch& launch);
+// params.rows runs; their rows go to run_rows, ascending.
+void backward_of_runs(const GradientTokens& tokens, const BackwardParams& params, const GradientScratch& scratch,
+                      int64_t* run_rows, const Launch& launch);
+
+}  // namespace posenc::cuda

@@ -1,0 +1,129 @@
+// The element types of tables and outputs: how they become numbers to compute with, and how 16 bytes of them are read
+// and written at once.
+#pragma once
+
+#include "../sinusoid.h"
+#include "platform.cuh"
+
+namespace posenc::cuda {
+
+using BFloat16 = __nv_bfloat16;
+using Float16 = __half;
+
+template <class T>
+struct Element;
+
+template <>
+struct Element<float> {
+  using Real = float;
+  static __device__ __forceinline__ float get(float value) { return value; }
+  static __device__ __forceinline__ float put(float value) { return value; }
+};
+
+template <>
+struct Element<double> {
+  using Real = double;
+  static __device__ __forceinline__ double get(double value) { return value; }
+  static __device__ __forceinline__ double put(double value) { return value; }
+};
+
+template <>
+struct Element<BFloat16> {
+  using Real = float;
+  static __device__ __forceinline__ float get(BFloat16 value) { return __bfloat162float(value); }
+  static __device__ __forceinline__ BFloat16 put(float value) { return __float2bfloat16_rn(value); }
+  static __device__ __forceinline__ void get_pair(uint32_t bits, float& low, float& high) {
+    low = __uint_as_float(bits << 16);
+    high = __uint_as_float(bits & 0xFFFF0000u);
+  }
+  static __device__ __forceinline__ uint32_t put_pair(float low, float high) {
+    return bit_cast<uint32_t>(__floats2bfloat162_rn(low, high));
+  }
+};
+
+template <>
+struct Element<Float16> {
+  using Real = float;
+  static __device__ __forceinline__ float get(Float16 value) { return __half2float(value); }
+  static __device__ __forceinline__ Float16 put(float value) { return __float2half_rn(value); }
+  static __device__ __forceinline__ void get_pair(uint32_t bits, float& low, float& high) {
+    const float2 pair = __half22float2(bit_cast<__half2>(bits));
+    low = pair.x;
+    high = pair.y;
+  }
+  static __device__ __forceinline__ uint32_t put_pair(float low, float high) {
+    return bit_cast<uint32_t>(__floats2half2_rn(low, high));
+  }
+};
+
+// Elements in one 16-byte access.
+template <class T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
+template <class T>
+__device__ __forceinline__ void unpack(const uint4& raw, typename Element<T>::Real (&values)[kVector<T>]) {
+  if constexpr (sizeof(T) == 2) {
+    Element<T>::get_pair(raw.x, values[0], values[1]);
+    Element<T>::get_pair(raw.y, values[2], values[3]);
+    Element<T>::get_pair(raw.z, values[4], values[5]);
+    Element<T>::get_pair(raw.w, values[6], values[7]);
+  } else if constexpr (sizeof(T) == 4) {
+    values[0] = __uint_as_float(raw.x), values[1] = __uint_as_float(raw.y);
+    values[2] = __uint_as_float(raw.z), values[3] = __uint_as_float(raw.w);
+  } else {
+    values[0] = bit_cast<double>(static_cast<uint64_t>(raw.y) << 32 | raw.x);
+    values[1] = bit_cast<double>(static_cast<uint64_t>(raw.w) << 32 | raw.z);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint4 pack(const typename Element<T>::Real (&values)[kVector<T>]) {
+  if constexpr (sizeof(T) == 2) {
+    return make_uint4(Element<T>::put_pair(values[0], values[1]), Element<T>::put_pair(values[2], values[3]),
+                      Element<T>::put_pair(values[4], values[5]), Element<T>::put_pair(values[6], values[7]));
+  } else if constexpr (sizeof(T) == 4) {
+    return make_uint4(__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+                      __float_as_uint(values[3]));
+  } else {
+    const uint64_t low = bit_cast<uint64_t>(values[0]), high = bit_cast<uint64_t>(values[1]);
+    return make_uint4(static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+                      static_cast<uint32_t>(high >> 32));
+  }
+}
+
+// Through the read-only path where nothing writes to the tensor while the kernel runs.
+template <bool read_only>
+__device__ __forceinline__ uint4 load_vector(const void* from) {
+  if constexpr (read_only) return __ldg(static_cast<const uint4*>(from));
+  return load_16_bytes(from);
+}
+
+template <class T>
+__device__ __forceinline__ void store_vector(void* to, const typename Element<T>::Real (&values)[kVector<T>]) {
+  store_16_bytes(to, pack<T>(values));
+}
+
+// An int32 or int64 as its two halves.
+struct Integer64 {
+  uint32_t low, high;
+  __device__ __forceinline__ int64_t value() const {
+    return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
+  }
+};
+
+__device__ __forceinline__ Integer64 halves_of(int64_t value) {
+  return {static_cast<uint32_t>(value), static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32)};
+}
+
+// value + by; wraps, never undefined.
+__device__ __forceinline__ Integer64 moved(Integer64 value, int64_t by) {
+  return halves_of(static_cast<int64_t>(static_cast<uint64_t>(value.value()) + static_cast<uint64_t>(by)));
+}
+
+__device__ __forceinline__ Integer64 load_integer(const void* from, bool wide) {
+  const uint32_t* words = static_cast<const uint32_t*>(from);
+  const uint32_t low = __ldg(words);
+  return {low, wide ? __ldg(words + 1) : static_cast<uint32_t>(static_cast<int32_t>(low) >> 31)};
+}
+
+}  // namespace posenc::cuda

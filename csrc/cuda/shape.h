@@ -1,0 +1,29 @@
+// Shapes of launches: how many threads lie along the columns of a row, how many along the rows, and how much each does.
+// No value depends on any of it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace posenc::cuda {
+
+constexpr int64_t kMostBlocksX = (int64_t{1} << 31) - 1, kMostBlocksYZ = 65535, kMostThreadsZ = 64;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int64_t power_from(int64_t count) {
+  int64_t power = 1;
+  while (power < count) power *= 2;
+  return power;
+}
+
+// Threads along `units` columns: a power of two up to `most`, at least a warp where there is work for it, that leaves
+// the fewest threads idle.
+inline int64_t threads_along(int64_t units, int64_t most) {
+  int64_t best = std::min(most, power_from(units));
+  for (int64_t threads = best / 2; threads >= 32; threads /= 2)
+    if (divide_up(units, threads) * threads < divide_up(units, best) * best) best = threads;
+  return best;
+}
+
+}  // namespace posenc::cuda
