@@ -88,14 +88,17 @@ struct Lane<uint32_t> {
   POSENC_HD static uint32_t high_product(uint32_t a, uint32_t b) { return posenc::high_product(a, b); }
   POSENC_HD static float splat(float value) { return value; }
   POSENC_HD static float signed_to_float(uint32_t value) { return static_cast<float>(static_cast<int32_t>(value)); }
-  POSENC_HD static bool odd_quarter(uint32_t quarters) {
-#if defined(__CUDA_ARCH__)
-    return static_cast<int32_t>(quarters << 1) < 0;  // one instruction less than the mask
-#else
-    return (quarters & 0x40000000u) != 0u;
-#endif
-  }
 };
+
+// The value itself, of which the compiler must not know where it comes from. Newer GPUs then test a bit of it in one
+// instruction instead of two; on others it costs more than it saves.
+template <class Uint>
+POSENC_HD Uint opaque(Uint value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  asm("" : "+r"(value));
+#endif
+  return value;
+}
 
 // sin and cos of x + (pi/2) * quarter, |x| <= pi/4, where quarter is in the top two bits of `quarters` (the rest is not
 // looked at). Polynomials: sinusoid_fit.py.
@@ -111,7 +114,7 @@ POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_rest(typename Lane<Uint>:
   c = L::fused(c, z, L::splat(4.16666456e-2f));
   c = L::fused(c, z, L::splat(-0.5f));
   c = L::fused(c, z, L::splat(1.0f));
-  const auto odd_quarter = L::odd_quarter(quarters);
+  const auto odd_quarter = (opaque(quarters) & 0x40000000u) != 0u;
   const Uint sin_sign = quarters & 0x80000000u;
   const Uint cos_sign = (quarters + 0x40000000u) & 0x80000000u;
   const Uint sin_bits = bit_cast<Uint>(odd_quarter ? c : s) ^ sin_sign;

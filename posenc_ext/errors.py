@@ -1,7 +1,6 @@
 """Errors that a GPU finds after the call that caused them has returned."""
 
-from posenc_ext import ops  # noqa: F401  (loads torch and the compiled half, in the order that works)
-from posenc_ext import _C  # isort: skip
+from posenc_ext import _C
 
 
 def check_errors() -> None:

@@ -91,7 +91,6 @@ struct Lane<UintVector> {
   POSENC_HD static FloatVector signed_to_float(UintVector value) {
     return __builtin_convertvector(bit_cast<IntVector>(value), FloatVector);
   }
-  POSENC_HD static auto odd_quarter(UintVector quarters) { return (quarters & 0x40000000u) != 0u; }
 };
 
 namespace {

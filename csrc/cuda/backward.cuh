@@ -211,8 +211,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks) sum_pieces(
       const Sums columns(args, unit);
       typename Sums::Real sums[Sums::kCount];
       columns.piece(piece.first, piece.last, sums);
-#pragma unroll
-      for (int i = 0; i < Sums::kCount; ++i) columns.partial(slot)[i] = sums[i];
+      store_reals(columns.partial(slot), sums);
     }
   }
 }
@@ -234,8 +233,10 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks) sum_rows(co
         columns.piece(begin, begin + kSumPiece < end ? begin + kSumPiece : end, total);
         const Real* partial = columns.partial(begin / kSumPiece + 1);
         for (int64_t at = begin + kSumPiece; at < end; at += kSumPiece, partial += args.width) {
+          Real sums[Sums::kCount];
+          load_reals(partial, sums);
 #pragma unroll
-          for (int i = 0; i < Sums::kCount; ++i) total[i] += partial[i];
+          for (int i = 0; i < Sums::kCount; ++i) total[i] += sums[i];
         }
 #pragma unroll
         for (int i = 0; i < Sums::kCount; ++i) total[i] *= scale;

@@ -103,6 +103,39 @@ __device__ __forceinline__ void store_vector(void* to, const typename Element<T>
   store_16_bytes(to, pack<T>(values));
 }
 
+// Sums on their way between kernels.
+template <class Real, int count>
+__device__ __forceinline__ void load_reals(const Real* from, Real (&values)[count]) {
+  if constexpr (count * sizeof(Real) % 16 == 0) {
+#pragma unroll
+    for (int first = 0; first < count; first += kVector<Real>) {
+      Real part[kVector<Real>];
+      unpack<Real>(load_16_bytes(from + first), part);
+#pragma unroll
+      for (int i = 0; i < kVector<Real>; ++i) values[first + i] = part[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) values[i] = from[i];
+  }
+}
+
+template <class Real, int count>
+__device__ __forceinline__ void store_reals(Real* to, const Real (&values)[count]) {
+  if constexpr (count * sizeof(Real) % 16 == 0) {
+#pragma unroll
+    for (int first = 0; first < count; first += kVector<Real>) {
+      Real part[kVector<Real>];
+#pragma unroll
+      for (int i = 0; i < kVector<Real>; ++i) part[i] = values[first + i];
+      store_vector<Real>(to + first, part);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = values[i];
+  }
+}
+
 // An int32 or int64 as its two halves.
 struct Integer64 {
   uint32_t low, high;

@@ -174,8 +174,9 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks) forward_colum
 
 // What one thread does with the tokens (lane, first .. last - 1).
 //
-// The loops carry nothing but the work. What is rare is only noted in them (`far`: some position needs the long way;
-// `scales`: a NaN once an id was bad) and done in loops of its own afterwards.
+// The loops carry nothing but the work. What is rare, a bad id or a far position, is only noted in them and seen to in
+// loops of its own afterwards. A note costs one addition: the scale of such a token is NaN, and so is the sum of
+// scales.
 template <class T, Source source, Columns columns, Mode mode>
 struct UnitWalk {
   using Real = typename Element<T>::Real;
@@ -243,20 +244,20 @@ struct UnitWalk {
     arrange(sines, cosines, waves);
   }
 
-  // Not 0 for positions whose waves `make` cannot make.
+  // Whether `make` can make the waves of a position.
   template <Precision precision>
-  __device__ __forceinline__ uint32_t farness(Integer64 position) const {
-    return kWaves && kNarrow ? posenc::cuda::farness<precision>(position) : 0u;
+  __device__ __forceinline__ bool is_near(Integer64 position) const {
+    return !kWaves || !kNarrow || posenc::cuda::is_near<precision>(position);
   }
 
   // ---- rows
 
   // `base` is the unit's place in row 0 of the table, or in the token's own row.
-  __device__ __forceinline__ void load(Row& row, uint64_t base, Integer64 id, Real& scales) const {
+  __device__ __forceinline__ void load(Row& row, uint64_t base, Integer64 id, bool near, Real& scales) const {
     if constexpr (source == Source::gathered) {
-      // A bad id reads row 0, times NaN.
-      const bool good = (id.high == 0u) & (id.low < static_cast<uint32_t>(args.check.rows));  // & and no branch
-      base += static_cast<uint64_t>(good ? id.low : 0u) * args.short_row_bytes;
+      // A bad id reads row 0, times NaN; & instead of && and no branch.
+      const bool good = near & (id.high == 0u) & (id.low < static_cast<uint32_t>(args.check.rows));
+      base += wide_product(good ? id.low : 0u, args.short_row_bytes);
       row.scale = good ? static_cast<Real>(args.token_scale) : not_a_number<Real>();
       scales += row.scale;
     }
@@ -325,19 +326,19 @@ struct UnitWalk {
       cursor.next(args);
     }
 #pragma unroll
-    for (int i = 0; i < count; ++i) load(row[i], base[i], ids[i], scales);
+    for (int i = 0; i < count; ++i) load(row[i], base[i], ids[i], true, scales);
 #pragma unroll
     for (int i = 0; i < count; ++i) store(row[i], waves, out[i]);
   }
 
-  __device__ __forceinline__ void walk_shared(int64_t lane, int64_t first, int64_t last, uint32_t& far,
+  __device__ __forceinline__ void walk_shared(int64_t lane, int64_t first, int64_t last, bool& far,
                                               Real& scales) const {
     UnitWaves waves;
     if constexpr (kWaves) {
       const Integer64 position = position_of(args, lane, first);
       const bool exact = args.waves.precision == Precision::exact;
-      far = exact ? farness<Precision::exact>(position) : farness<Precision::reference>(position);
-      if (far != 0u) return;
+      far = !(exact ? is_near<Precision::exact>(position) : is_near<Precision::reference>(position));
+      if (far) return;
       if (exact) {
         make<Precision::exact>(position, waves);
       } else {
@@ -350,20 +351,20 @@ struct UnitWalk {
     for (; left > 0; --left) rows<1>(cursor, waves, scales);
   }
 
-  __device__ __forceinline__ void walk_tokens(int64_t lane, int64_t first, int64_t last, uint32_t& far,
+  __device__ __forceinline__ void walk_tokens(int64_t lane, int64_t first, int64_t last, bool& far,
                                               Real& scales) const {
     Cursor cursor(*this, lane, first);
 #pragma unroll 1
     for (int left = static_cast<int>(last - first); left > 0; --left) {
       const Integer64 position = moved(load_integer(cursor.position, args.wide_positions), args.offset);
-      const uint32_t far_here = farness<kTokenPrecision>(position);
-      far |= far_here;
+      const bool near = is_near<kTokenPrecision>(position);
       Row row;
-      load(row, cursor.base, id_at(cursor), scales);
-      // Far waves come out wrong here and are not stored; skipping them would cost all others a branch.
+      load(row, cursor.base, id_at(cursor), near, scales);
+      // Far waves come out wrong here, to be written over; but what reads its own output must not lose it.
       UnitWaves waves;
       make<kTokenPrecision>(position, waves);
-      store(row, waves, cursor.out, far_here == 0u);
+      store(row, waves, cursor.out, source == Source::gathered || near);
+      if constexpr (source != Source::gathered) far |= !near;
       cursor.next(args);
     }
   }
@@ -372,26 +373,25 @@ struct UnitWalk {
   __device__ __forceinline__ void walk_far(int64_t lane, int64_t first, int64_t last) const {
     for (int64_t step = first; step < last; ++step) {
       const TokenColumns<T, source> token(args, lane, step);
-      if (mode != Mode::shared && farness<kTokenPrecision>(halves_of(token.position)) == 0u) continue;
+      if (mode != Mode::shared && is_near<kTokenPrecision>(halves_of(token.position))) continue;
 #pragma unroll 1
       for (int i = 0; i < kPairCount; ++i) token.put_pair(first_pair + i);
     }
   }
 
   __device__ __forceinline__ void walk(int64_t lane, int64_t first, int64_t last) const {
-    uint32_t far = 0;
+    bool far = false;
     Real scales = 0;
     if constexpr (mode == Mode::shared) {
       walk_shared(lane, first, last, far, scales);
     } else {
       walk_tokens(lane, first, last, far, scales);
     }
+    if (!far && scales == scales) return;
     if constexpr (kWaves && kNarrow) {
-      if (far != 0u) walk_far(lane, first, last);
+      if (far || mode != Mode::shared) walk_far(lane, first, last);
     }
-    if constexpr (source == Source::gathered) {
-      if (first_pair == 0 && (far != 0u || scales != scales)) report_bad_ids(args, lane, first, last);
-    }
+    if (source == Source::gathered && first_pair == 0) report_bad_ids(args, lane, first, last);
   }
 };
 

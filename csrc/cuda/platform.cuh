@@ -23,6 +23,17 @@
 
 namespace posenc::cuda {
 
+// a * b in 64 bits. In assembler, because the compiler widens both factors and then multiplies 64 bits by 64.
+__device__ __forceinline__ uint64_t wide_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return static_cast<uint64_t>(a) * b;
+#endif
+}
+
 // One 16-byte access each. In assembler, because the compiler is free to split the assignment of a uint4, and does.
 __device__ __forceinline__ void store_16_bytes(void* to, uint4 value) {
 #if defined(__CUDA_ARCH__)

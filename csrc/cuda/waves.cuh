@@ -61,14 +61,14 @@ struct Frequency {
   }
 };
 
-// 0 for positions whose waves near_waves can make: those that fit in 32 bits with their sign, and for reference those
-// whose angles are all short (no frequency is above 1, so no angle above the position).
+// Positions whose waves near_waves can make: those that fit in 32 bits with their sign, and for reference those whose
+// angles are all short (no frequency is above 1, so no angle above the position).
 template <Precision precision>
-__device__ __forceinline__ uint32_t farness(Integer64 position) {
+__device__ __forceinline__ bool is_near(Integer64 position) {
   const int32_t low = static_cast<int32_t>(position.low);
-  const uint32_t beyond = position.high ^ static_cast<uint32_t>(low >> 31);
-  if constexpr (precision == Precision::exact) return beyond;
-  return beyond | magnitude(low) / static_cast<uint32_t>(kShortAngle);
+  const uint32_t beyond = position.high ^ static_cast<uint32_t>(low >> 31);  // 0 if the sign is all it holds
+  if constexpr (precision == Precision::exact) return beyond == 0u;
+  return (beyond | magnitude(low) / static_cast<uint32_t>(kShortAngle)) == 0u;
 }
 
 template <Precision precision, int pairs>
