@@ -109,7 +109,6 @@ def compile_cuda(nvcc: Path, folder: Path, architectures: str, debug: bool) -> l
 
 def extension() -> dict:
     """ext_modules and cmdclass; imports torch, so only called for a build."""
-    import pybind11
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
@@ -121,7 +120,10 @@ def extension() -> dict:
     flags = ["-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-fvisibility=hidden"]
     flags += ["-O0", "-g"] if debug else ["-O3", "-g0"]
     macros = [("TORCH_TARGET_VERSION", TORCH_TARGET), ("POSENC_TORCH_VERSION", f'"{torch.__version__}"')]
-    include_dirs, library_dirs, libraries = [pybind11.get_include()], [], []
+    # Without the pybind11 package, its headers among torch's own will do.
+    pybind11 = importlib.util.find_spec("pybind11")
+    include_dirs = [str(Path(folder) / "include") for folder in pybind11.submodule_search_locations] if pybind11 else []
+    library_dirs, libraries = [], []
     if nvcc:
         _, library_dirs = cuda_paths(nvcc)
         libraries = ["cudart_static", "dl", "pthread", "rt"]

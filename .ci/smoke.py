@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-import posenc_ext  # noqa: I001  (before torch: that must work too)
+import posenc_ext  # isort: skip  (before torch: that must work too)
 import torch
+
 from posenc_ext import _C
 
 

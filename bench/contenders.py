@@ -103,9 +103,11 @@ def stretches(weight: Tensor, elements: int) -> list[Tensor]:
 
 
 def textbook(shape: Shape, weight: nn.Parameter) -> nn.Sequential:
-    """`Embeddings` and `PositionalEncoding` as a textbook has them, on this weight."""
-    embeddings = reference.Embeddings(shape.width, shape.vocabulary)
-    layer = nn.Sequential(embeddings, reference.PositionalEncoding(shape.width)).to(shape.dtype)
+    """`Embeddings` and `PositionalEncoding` as a textbook has them, on this weight; longer where it must be."""
+    with weight.device:
+        embeddings = reference.Embeddings(shape.width, shape.vocabulary)
+        encoding = reference.PositionalEncoding(shape.width, max(5000, shape.length))
+    layer = nn.Sequential(embeddings, encoding).to(shape.dtype)
     embeddings.lut.weight = weight
     return layer
 
@@ -122,17 +124,18 @@ EAGER = "textbook, eager"
 COMPILED = "textbook, torch.compile"
 
 
-def compiled(layer: nn.Module, try_out: Callable[[Any], object]) -> tuple[Any, str]:
+def compiled(layer: nn.Module, try_out: Callable[[Any], object], **options: Any) -> tuple[Any, str]:
     """The layer under torch.compile, ready to run, or None and the reason (no C++ compiler, usually).
 
     Args:
         layer: to be compiled for one shape.
         try_out: makes it compile; it is given the compiled layer.
+        options: of torch.compile.
     """
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1  # idle compile workers would sit beside the measurement
-    faster = torch.compile(layer, dynamic=False)
+    faster = torch.compile(layer, dynamic=False, **options)
     try:
         try_out(faster)
     except Exception as error:

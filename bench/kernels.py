@@ -21,6 +21,7 @@ from posenc_ext.conventions import DIVISORS, LAYOUTS, ODD_RULES, PRECISIONS
 
 from . import report
 from .contenders import BATCHED, SINGLE, Shape, id_batches, of_dtype, stretches, table
+from .wording import microseconds
 
 # Small enough for the second-level cache, table and all: computing without moving.
 CACHED = Shape(1, 64, 512, vocabulary=64)
@@ -91,10 +92,10 @@ def _rows(shape: Shape, seconds: float) -> Iterator[list[str]]:
             yield [
                 precision,
                 isa,
-                report.microseconds(time * 1e6),
+                microseconds(time * 1e6),
                 f"{time / out.numel() * 1e9:.3f}",
                 f"{2 * out.nbytes / time / 1e9:.1f}",
-                report.microseconds(memcpy * 1e6),
+                microseconds(memcpy * 1e6),
                 f"{memcpy / time:.0%}",
             ]
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from .measures import MEASURES
 from .rows import Row
 from .settings import OUT, PLAIN, POOLED
+from .wording import change, floor, microseconds, number, verdict
 
 WIDTH = 132  # narrower, and numbers would break across lines
 
@@ -48,20 +49,6 @@ def show(rows: Sequence[Row], machine: dict[str, Any], to: Console) -> None:
     to.print(verdict(rows), highlight=False)
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """How many floors were reached, and which were not."""
-    judged = [row for row in rows if row.passed is not None]
-    missed = [row for row in judged if not row.passed]
-    text = f"{len(judged) - len(missed)} of {len(judged)} floors reached"
-    for row in missed:
-        got = "nothing" if row.judged is None else number(row.judged, row.unit)
-        text += f"\n  missed: {row.measure} against {row.contender}: {got}, floor {floor(row)}"
-    disturbed = {row.measure for row in judged if row.disturbed}
-    if disturbed:
-        text += f"\nSomething else was running during {len(disturbed)} measures (marked ?): their ratios mean little."
-    return text
-
-
 def _table(title: str, rows: Sequence[Row]) -> Table:
     table = _empty_table(title)
     table.add_column("measure")
@@ -95,29 +82,6 @@ def _empty_table(title: str) -> Table:
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
 
 
-def microseconds(time: float | None) -> str:
-    """A time with three or four digits."""
-    if time is None:
-        return ""
-    if time < 10:
-        return f"{time:.2f} us"
-    return f"{time:.0f} us" if time < 10000 else f"{time / 1000:.1f} ms"
-
-
-def number(value: float, unit: str) -> str:
-    """A value that is not a time."""
-    if unit == "error":
-        return f"{value:.2e}"
-    return f"{value:.2f} {unit}".strip()
-
-
-def floor(row: Row) -> str:
-    """The floor and its direction."""
-    if row.floor is None:
-        return ""
-    return f"{'>=' if row.at_least else '<='} {number(row.floor, row.unit)}"
-
-
 def mark(row: Row) -> str:
     """A mark that survives a terminal without colours; with a question mark where the machine was not ours alone."""
     word = {None: "", True: "[green]pass[/]", False: "[bold red]MISS[/]"}[row.passed]
@@ -148,8 +112,3 @@ def show_changes(old: Sequence[Row], new: Sequence[Row], to: Console) -> None:
             ]
         table.add_row(f"{row.measure} {row.mode if row.mode == PLAIN else ''}".strip(), row.contender, *cells)
     to.print(table)
-
-
-def change(before: float | None, now: float | None) -> str:
-    """In percent; less is faster."""
-    return "" if not before or now is None else f"{now / before - 1:+.0%}"

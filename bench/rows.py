@@ -54,6 +54,11 @@ class Row:
     note: str = ""
 
     @property
+    def gigabytes_per_second(self) -> float | None:
+        """Of the bytes that had to be moved."""
+        return self.bytes / self.median_us / 1e3 if self.bytes and self.median_us else None
+
+    @property
     def judged(self) -> float | None:
         """The number that the floor is about."""
         return self.value if self.ratio is None else self.ratio
@@ -79,8 +84,11 @@ class Row:
 
 
 def to_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as plain data, each with its verdict."""
-    return [{**dataclasses.asdict(row), "passed": row.passed} for row in rows]
+    """Rows as plain data, each with its bandwidth and its verdict."""
+    return [
+        {**dataclasses.asdict(row), "gigabytes_per_second": row.gigabytes_per_second, "passed": row.passed}
+        for row in rows
+    ]
 
 
 def from_data(data: Sequence[dict[str, Any]]) -> list[Row]:
@@ -89,9 +97,9 @@ def from_data(data: Sequence[dict[str, Any]]) -> list[Row]:
     return [Row(**{name: value for name, value in entry.items() if name in known}) for entry in data]
 
 
-def write(path: Path, rows: Sequence[Row], machine: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Keep a run as JSON."""
-    content = {"format": FORMAT, "machine": machine, "settings": settings, "rows": to_data(rows)}
+def write(path: Path, rows: Sequence[Row], machine: dict[str, Any], settings: dict[str, Any], **more: Any) -> None:
+    """Keep a run as JSON, with `more` sections of plain data."""
+    content = {"format": FORMAT, "machine": machine, "settings": settings, **more, "rows": to_data(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -21,7 +21,7 @@ inline void* current_cuda_stream(int32_t device) {
   if (getter == nullptr)
     throw std::runtime_error("posenc_ext: this torch does not offer aoti_torch_get_current_cuda_stream");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(getter(device, &stream));
+  TORCH_ERROR_CODE_CHECK(getter(device, &stream));
   return stream;
 }
 

@@ -314,8 +314,8 @@ Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double tok
     cpu::backward(params, torch_pool);
   } else {
     CudaCall call(cuda::Op::embed_backward, grad);
-    const int64_t bytes = cuda::GradientScratch(nullptr, prepared.tokens, params, false).bytes;
-    const cuda::GradientScratch scratch(call.scratch(bytes), prepared.tokens, params, false);
+    cuda::GradientScratch scratch(prepared.tokens, params, false);
+    scratch.place(call.scratch(scratch.bytes));
     cuda::backward(prepared.tokens, params, scratch, call->launch());
     call->finish();
   }
@@ -346,8 +346,8 @@ std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int6
   }
   if (prepared.tokens.count == 0) return make(0);
   CudaCall call(cuda::Op::embed_backward_sparse, grad);
-  const int64_t bytes = cuda::GradientScratch(nullptr, prepared.tokens, params, true).bytes;
-  const cuda::GradientScratch scratch(call.scratch(bytes), prepared.tokens, params, true);
+  cuda::GradientScratch scratch(prepared.tokens, params, true);
+  scratch.place(call.scratch(scratch.bytes));
   cuda::number_runs(prepared.tokens, scratch, call->launch());
   auto result = make(call->read(scratch.head_counts + prepared.tokens.count - 1));
   cuda::backward_of_runs(prepared.tokens, params, scratch,

@@ -1,6 +1,9 @@
 // The module posenc_ext._C: what was built, which instruction set runs, and the kernels without torch around them.
 // Importing it also registers the ops (ops.cpp is linked into the same library).
 
+// This file takes nothing from torch, and the pybind11 that torch carries refuses to be used beside its stable ABI.
+#undef TORCH_TARGET_VERSION
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

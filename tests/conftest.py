@@ -25,3 +25,12 @@ def force_isa():
     before = _C.active_isa()
     yield _C.force_isa
     _C.force_isa(before)
+
+
+@pytest.fixture
+def device():
+    """Where the tests of the CUDA half run. A bad id that nobody has heard of is the fault of the test that used it."""
+    from cuda_helpers import DEVICE, settle
+
+    yield DEVICE
+    settle()

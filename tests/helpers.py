@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mpmath
 import numpy as np
 import torch
 from torch import Tensor
@@ -176,6 +175,8 @@ def exact_waves(positions: Any, width: int, convention: Convention) -> np.ndarra
     """The encoding of whole numbers of any size, rounded once from 50 digits."""
     if convention.odd == "round_up":
         raise NotImplementedError
+    import mpmath  # here, so that what needs no such digits runs without it
+
     pairs = width // 2 if convention.odd == "zero" else (width + 1) // 2
     with mpmath.workdps(60):
         base = mpmath.mpf(convention.base)

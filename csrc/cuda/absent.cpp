@@ -24,7 +24,8 @@ bool Call::capturing() const { throw_absent(); }
 void check_errors() {}
 
 void forward(const ForwardParams&, const Launch&) { throw_absent(); }
-GradientScratch::GradientScratch(void*, const GradientTokens&, const BackwardParams&, bool) { throw_absent(); }
+GradientScratch::GradientScratch(const GradientTokens&, const BackwardParams&, bool) { throw_absent(); }
+void GradientScratch::place(void*) { throw_absent(); }
 void backward(const GradientTokens&, const BackwardParams&, const GradientScratch&, const Launch&) { throw_absent(); }
 void number_runs(const GradientTokens&, const GradientScratch&, const Launch&) { throw_absent(); }
 void backward_of_runs(const GradientTokens&, const BackwardParams&, const GradientScratch&, int64_t*, const Launch&) {

@@ -1,5 +1,6 @@
 #include "backward.h"
 
+#include <iterator>
 #include <type_traits>
 
 #include "backward.cuh"
@@ -105,23 +106,43 @@ void launch_find_runs(const RunArgs& runs, const Launch& launch) {
 
 }  // namespace
 
-GradientScratch::GradientScratch(void* memory, const GradientTokens& call, const BackwardParams& params, bool sparse) {
+template <class Visit>
+void GradientScratch::each_part(const Visit& visit) {
+  int part = 0;
+  visit(keys, sizes_[part++]);
+  visit(sorted_keys, sizes_[part++]);
+  visit(tokens, sizes_[part++]);
+  visit(order, sizes_[part++]);
+  visit(begin, sizes_[part++]);
+  visit(end, sizes_[part++]);
+  visit(head_counts, sizes_[part++]);
+  visit(partial, sizes_[part++]);
+  visit(temporary, sizes_[part++]);
+}
+
+GradientScratch::GradientScratch(const GradientTokens& call, const BackwardParams& params, bool sparse) {
   constexpr int64_t kAlignment = 256;
-  const auto take = [&](auto*& pointer, int64_t size) {
-    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(static_cast<char*>(memory) + bytes);
-    bytes += divide_up(size, kAlignment) * kAlignment;
-  };
   const int64_t runs = sparse ? call.count : call.rows;
-  take(keys, 4 * call.count);
-  take(sorted_keys, 4 * call.count);
-  take(tokens, 4 * call.count);
-  take(order, 4 * call.count);
-  take(begin, 4 * runs);
-  take(end, 4 * runs);
-  if (sparse) take(head_counts, 4 * call.count);
-  take(partial, (call.count / kSumPiece + 1) * params.width * real_size(params.dtype));
-  temporary_bytes = sort_bytes(call.count);
-  take(temporary, static_cast<int64_t>(temporary_bytes));
+  temporary_bytes = sort_bytes(call.count, bits_of(call.rows));
+  const int64_t wanted[] = {4 * call.count,
+                            4 * call.count,
+                            4 * call.count,
+                            4 * call.count,
+                            4 * runs,
+                            4 * runs,
+                            sparse ? 4 * call.count : 0,
+                            (call.count / kSumPiece + 1) * params.width * real_size(params.dtype),
+                            static_cast<int64_t>(temporary_bytes)};
+  static_assert(std::size(wanted) == std::size(decltype(sizes_){}), "each part has a size");
+  for (size_t i = 0; i < std::size(wanted); ++i) bytes += sizes_[i] = divide_up(wanted[i], kAlignment) * kAlignment;
+}
+
+void GradientScratch::place(void* memory) {
+  char* at = static_cast<char*>(memory);
+  each_part([&](auto*& pointer, int64_t size) {
+    pointer = size == 0 ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(at);
+    at += size;
+  });
 }
 
 void backward(const GradientTokens& tokens, const BackwardParams& params, const GradientScratch& scratch,

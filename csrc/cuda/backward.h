@@ -11,7 +11,7 @@ constexpr int64_t kMostGradientTokens = (int64_t{1} << 31) - 1;
 // Rows likewise: a key and one that is no row.
 constexpr int64_t kMostGradientRows = (int64_t{1} << 32) - 2;
 
-// How the scratch memory is divided; all of it, runs by row (dense) or numbered (sparse).
+// How the scratch memory is divided. Runs are told apart by their row (dense) or numbered (sparse).
 struct GradientScratch {
   uint32_t *keys = nullptr, *sorted_keys = nullptr;
   int32_t *tokens = nullptr, *order = nullptr;
@@ -22,8 +22,15 @@ struct GradientScratch {
   size_t temporary_bytes = 0;
   int64_t bytes = 0;  // in all
 
-  // Pointers are offsets from `memory`, which may be null to learn the size.
-  GradientScratch(void* memory, const GradientTokens& tokens, const BackwardParams& params, bool sparse);
+  // Sizes first, then, once the caller has that much memory, where each part lies in it.
+  GradientScratch(const GradientTokens& tokens, const BackwardParams& params, bool sparse);
+  void place(void* memory);
+
+ private:
+  template <class Visit>
+  void each_part(const Visit& visit);
+
+  int64_t sizes_[9] = {};
 };
 
 // Dense: row r of params.out gets the sum of run r; all of params.rows rows are written. params.runs is not used.

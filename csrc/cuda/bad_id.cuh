@@ -22,16 +22,19 @@ __device__ __forceinline__ bool in_table(int64_t id, int64_t rows) {
 // reached where something is wrong, so its cost does not matter.
 __device__ __forceinline__ void record_bad_id(const IdCheck& check, int64_t place, int64_t id) {
   volatile BadId* const record = check.record;
+  // Where everything is bad, most threads come too late, and need not queue to learn it.
+  if (record->found != 0u && record->call == check.call && record->place < place) return;
   while (atomicCAS(&check.record->locked, 0u, 1u) != 0u) {
   }
   __threadfence();
   const bool first =
       record->found == 0u || check.call < record->call || (check.call == record->call && place < record->place);
   if (first) {
-    record->call = check.call;
     record->place = place;
     record->id = id;
     record->rows = check.rows;
+    __threadfence();  // whoever looks without the lock must not see a call with the place of another
+    record->call = check.call;
     record->found = 1u;
   }
   __threadfence_system();

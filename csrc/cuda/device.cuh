@@ -1,24 +1,16 @@
 // What is kept for each device: its size, the place where bad ids are written down, frequencies.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <memory>
 #include <mutex>
-#include <stdexcept>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "../frequency.h"
 #include "launch.h"
+#include "runtime_check.h"
 
 namespace posenc::cuda {
-
-inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string("posenc_ext: ") + what + " failed: " + cudaGetErrorString(error));
-}
 
 // Allocations and copies outside every stream under capture: while this lives, a capture in this thread does not mind.
 class OutsideCapture {

@@ -9,7 +9,7 @@ struct CUstream_st;
 namespace posenc::cuda {
 
 // Temporary memory that either of the functions below needs.
-size_t sort_bytes(int64_t count);
+size_t sort_bytes(int64_t count, int bits);
 
 // Stable, on the lowest `bits` bits of the keys.
 void sort_pairs(void* temporary, size_t bytes, const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,

@@ -1,0 +1,883 @@
+"""The CUDA half against the CPU half: every function, module and derivative, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cuda_helpers import ON_GPU, assert_gradient, assert_same, gpu_only, moved, needs_bytes
+from helpers import (
+    DTYPES,
+    NAMED,
+    PRECISIONS,
+    WIDTHS,
+    assert_close,
+    assert_same_bits,
+    fields,
+    name_of,
+    sample_inputs,
+    unit_roundoff,
+    wide,
+)
+from test_opcheck import SPARSE as SPARSE_OPS
+from test_opcheck import TESTS, cases_of
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import gradcheck, gradgradcheck
+from torch.export import Dim
+from torch.library import opcheck
+from torch.nn import functional as F
+
+import posenc_ext
+from posenc_ext import CONVENTIONS, functional, reference
+from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
+
+pytestmark = pytest.mark.cuda
+
+ops = torch.ops.posenc_ext
+
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+EACH_PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
+SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+
+V, D, B, T = 11, 6, 2, 5
+FAR = (0, 9, -3, -(2**18), 2**18, 2**24, 2**40, -(2**40))
+
+
+def ids(*shape: int, rows: int = V, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.randint(rows, shape, dtype=dtype)
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+def test_every_kind_of_call(device, dtype):
+    for here, there in zip(sample_inputs("cpu", dtype, False), sample_inputs(device, dtype, False), strict=True):
+        assert there.weight.stride() == here.weight.stride()
+        got = embed(there.input, there.weight, **there.kwargs)
+        assert got.device == there.weight.device
+        assert_same_bits(got.cpu(), embed(here.input, here.weight, **here.kwargs), here.name)
+
+
+@EACH_DTYPE
+@EACH_PRECISION
+def test_conventions(device, dtype, precision):
+    """All of them, odd widths too, near and far, for each source of the base term."""
+    for convention in NAMED:
+        for width in (31, 130):
+            weight, x = torch.randn(V, width).to(dtype), torch.randn(B, T, width).to(dtype)
+            for offset in (0, -7, 2**24):
+                options = {"convention": convention, "precision": precision, "offset": offset}
+                what = f"{convention.name}, width {width}, offset {offset}"
+                assert_same(device, embed, ids(B, T), weight, what=what, **options)
+                assert_same(device, add_positional_encoding, x, what=what, **options)
+                assert_same(device, positional_encoding, ids(T), width, what=what, dtype=dtype, **options)
+
+
+@EACH_DTYPE
+@EACH_PRECISION
+def test_positions_of_every_size(device, dtype, precision):
+    """By offset and one by one, so that each way of reducing an angle is taken."""
+    weight = torch.randn(V, 66).to(dtype)
+    for offset in FAR:
+        assert_same(device, embed, ids(B, T), weight, what=f"offset {offset}", precision=precision, offset=offset)
+    powers = torch.tensor([s * 2**e + d for e in range(1, 63) for d in (-1, 0, 1) for s in (1, -1)])
+    for width in (1, 33, 66):
+        assert_same(device, positional_encoding, powers, width, what=f"{width}", dtype=dtype, precision=precision)
+    near = powers[powers.abs() < 2**31]
+    options = {"dtype": dtype, "precision": precision, "offset": -5}
+    assert_same(device, positional_encoding, near.int(), 66, what="int32", **options)
+
+
+@EACH_DTYPE
+def test_widths(device, dtype):
+    """Every remainder of a vector, tables and activations that no vector load can take, columns with strides."""
+    for width in (*WIDTHS, 4096):
+        weight = torch.randn(V, width + 3).to(dtype)
+        given, x = ids(3, 7), torch.randn(3, 7, width + 3).to(dtype)
+        for name, view in VIEWS.items():
+            what = f"width {width}, {name}"
+
+            def call(i: Tensor, w: Tensor, cut: Callable[[Tensor, int], Tensor] = view, d: int = width) -> Tensor:
+                return embed(i, cut(w, d))
+
+            def add(a: Tensor, cut: Callable[[Tensor, int], Tensor] = view, d: int = width) -> Tensor:
+                return add_positional_encoding(cut(a, d))
+
+            assert_same(device, call, given, weight, what=what)
+            assert_same(device, add, x, what=what)
+
+
+VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "whole": lambda t, d: t[..., :d].contiguous(),
+    "one number in": lambda t, d: t[..., 1 : d + 1],
+    "three numbers in": lambda t, d: t[..., 3 : d + 3],
+    "every second column": lambda t, d: t.repeat_interleave(2, dim=-1)[..., : 2 * d : 2],
+}
+
+
+@EACH_DTYPE
+def test_explicit_positions(device, dtype):
+    weight, given = torch.randn(V, 34).to(dtype), ids(4, 9)
+    x = torch.randn(4, 9, 34).to(dtype)
+    for name, positions in {
+        "each its own": torch.randint(-(2**40), 2**40, (4, 9)),
+        "small": torch.randint(-50, 50, (4, 9)),
+        "one row": torch.arange(9) * 3 - 1,
+        "one column": torch.arange(4)[:, None],
+        "int32": torch.randint(-50, 50, (4, 9), dtype=torch.int32),
+        "transposed": torch.randint(90, (9, 4)).t(),
+        "one number": torch.tensor(77),
+    }.items():
+        for offset in (0, -40):
+            options = {"positions": positions, "offset": offset}
+            assert_same(device, embed, given, weight, what=name, **options)
+            assert_same(device, add_positional_encoding, x, what=name, **options)
+        assert_same(device, positional_encoding, positions, 34, what=name, dtype=dtype)
+    assert_same(device, embed, given, weight, positions=torch.arange(4), batch_first=False)
+
+
+@EACH_DTYPE
+def test_sequence_first(device, dtype):
+    weight, x = torch.randn(V, D).to(dtype), torch.randn(5, 3, 2, D).to(dtype)
+    for shape in ((5, 3), (5,), (5, 3, 2), (1, 4), ()):
+        assert_same(device, embed, ids(*shape), weight, what=str(shape), batch_first=False, offset=3)
+    assert_same(device, add_positional_encoding, x, batch_first=False)
+    assert_same(device, lambda a: add_positional_encoding(a.movedim(0, 2), batch_first=False), x)
+
+
+@EACH_DTYPE
+def test_out(device, dtype):
+    """Into tensors that exist, with gaps between rows, and in place; what lies between is left alone."""
+    weight, given, x = torch.randn(V, 33).to(dtype), ids(4, 9), torch.randn(4, 9, 33).to(dtype)
+
+    def written(call: Callable[[Tensor], Tensor], wide_out: Tensor) -> Tensor:
+        out = wide_out[:, ::2, 2:35]
+        assert call(out) is out
+        return wide_out
+
+    gap = torch.full((4, 18, 40), 7.0, dtype=dtype)
+    assert_same(device, lambda i, w, o: written(lambda out: embed(i, w, out=out), o), given, weight, gap.clone())
+    assert_same(device, lambda i, w, o: written(lambda out: scaled_embedding(i, w, out=out), o), given, weight, gap)
+    assert_same(device, lambda a, o: written(lambda out: add_positional_encoding(a, out=out), o), x, gap.clone())
+    assert_same(device, lambda p, o: written(lambda out: positional_encoding(p, 33, out=out), o), given, gap.clone())
+    assert_same(device, lambda a: add_positional_encoding(a, offset=4, out=a), x)
+    narrow = torch.zeros(4, 9, 33, dtype=dtype)
+    assert_same(device, lambda i, w, o: embed(i.t(), w, out=o.transpose(0, 1)), given, weight, narrow)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)], ids=str)
+@pytest.mark.parametrize("rows", [0, 4])
+def test_no_tokens(device, shape, rows):
+    weight, x = torch.randn(rows, 6, requires_grad=True), torch.randn(*shape, 6)
+    empty = torch.zeros(shape, dtype=torch.int64)
+    assert_same(device, embed, empty, weight)
+    assert_same(device, add_positional_encoding, x)
+    assert_same(device, positional_encoding, empty, 6)
+    for sparse in (False, True):
+        there = moved(weight, device)
+        (got,) = torch.autograd.grad(embed(moved(empty, device), there, sparse=sparse).sum(), there)
+        assert_same_bits(got.to_dense().cpu(), torch.zeros(rows, 6))
+
+
+def test_the_other_options(device):
+    weight, given = torch.randn(V, 10), ids(B, T)
+    for scale in (1.0, 0.0, -2.5, 1e-3):
+        assert_same(device, embed, given, weight, token_scale=scale)
+        assert_same(device, scaled_embedding, given, weight, token_scale=scale)
+    for options in ({}, {"dtype": torch.float64}, {"offset": 2**40, "precision": "exact"}, {"convention": "fairseq"}):
+        got = positional_encoding(40, 10, device=device, **options)
+        assert_same_bits(got.cpu(), positional_encoding(40, 10, **options), str(options))
+    own = posenc_ext.Convention(base=77.0, divisor="half_minus_1", layout="cos_sin", odd="zero", first_position=3)
+    assert_same(device, embed, given, torch.randn(V, 9), convention=own)
+
+
+def test_special_numbers_in_the_table(device):
+    """Infinities, NaN, zeros of both signs and subnormals go through as they do on the CPU."""
+    tiny = torch.finfo(torch.float32).smallest_normal / 4
+    numbers = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, tiny, -tiny, 3e38, -3e38])
+    given = torch.arange(9).repeat(2, 1)
+    for dtype in DTYPES:
+        weight = numbers[:, None].expand(9, 12).to(dtype)
+        here = embed(given, weight)
+        there = embed(given.to(device), weight.to(device)).cpu()
+        assert_same_bits(there.nan_to_num(nan=7.0), here.nan_to_num(nan=7.0), name_of(dtype))
+        assert torch.equal(there.isnan(), here.isnan())
+
+
+def test_the_truth_far_out(device):
+    """The fastest columns, of angles up to 1e5 radians and beyond: no instruction of low accuracy was used."""
+    for positions in (torch.tensor([10_000, 99_999, 100_000]), torch.arange(99_000, 100_000)):
+        got = positional_encoding(positions.to(device), 64, precision="exact").cpu()
+        want = reference.sinusoid_table(positions.numpy(), 64, **fields(CONVENTIONS["vaswani"]))
+        assert_close(got, want, 2.5e-7, "exact")
+        first = positional_encoding(positions.to(device), 64, precision="reference").cpu()[:, :2]
+        assert_close(first, want[:, :2], 2e-6, "reference, columns of frequency 1")  # their fp32 angle is exact
+
+
+def test_rounded_once(device):
+    """16-bit results are the fp32 ones, rounded; nothing on the way is."""
+    for dtype in (torch.bfloat16, torch.float16):
+        weight, given = torch.randn(V, 130).to(dtype).to(device), ids(4, 40).to(device)
+        assert_same_bits(embed(given, weight), embed(given, weight.float()).to(dtype), name_of(dtype))
+
+
+def test_fp32_is_a_separate_multiply_and_add(device):
+    weight, given = torch.randn(V, 512).to(device), ids(4, 40).to(device)
+    waves = positional_encoding(40, 512, device=device)
+    assert_same_bits(embed(given, weight), weight[given] * math.sqrt(512) + waves)
+
+
+def test_ids_in_the_hundred_thousands(device):
+    """More tokens than a grid has blocks on one axis, and a length that is no power of two."""
+    weight = torch.randn(1000, 8)
+    assert_same(device, embed, ids(1, 100_003, rows=1000), weight)
+    assert_same(device, embed, ids(100_003, 1, rows=1000), weight)
+    assert_same(device, embed, ids(331, 307, rows=1000), weight, batch_first=False)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def gradient(given: Tensor, grad: Tensor, rows: int, **options: Any) -> Tensor:
+    """The weight gradient by way of autograd."""
+    weight = torch.zeros(rows, grad.shape[-1], dtype=grad.dtype, device=grad.device, requires_grad=True)
+    return torch.autograd.grad(embed(given, weight, **options), weight, grad)[0]
+
+
+def assert_same_gradient(device: str, given: Tensor, grad: Tensor, rows: int, what: str, **options: Any) -> None:
+    got = gradient(given.to(device), grad.to(device), rows, **options)
+    assert_gradient(got, gradient(given, grad, rows, **options), what)
+
+
+def hot(count: int, rows: int, share: float) -> Tensor:
+    """Ids of which a share are equal."""
+    given = ids(count, rows=rows)
+    given[torch.randperm(count)[: int(count * share)]] = rows // 2
+    return given
+
+
+# Tokens, with what makes their sum hard: long runs, and runs that end on either side of a piece's or a block's end.
+DISTRIBUTIONS = {
+    "one token": lambda: (ids(1, rows=50), 50),
+    "uniform": lambda: (ids(3000, rows=1000), 1000),
+    "half hot": lambda: (hot(3000, 1000, 0.5), 1000),
+    "all equal": lambda: (torch.full((5000,), 3), 7),
+    "all different": lambda: (torch.randperm(2048), 2048),
+    "few rows": lambda: (ids(4097, rows=3), 3),
+    "runs of 63 to 66": lambda: (torch.arange(40).repeat_interleave(torch.arange(40) % 4 + 63), 41),
+    "most rows unused": lambda: (ids(200, rows=50_000), 50_000),
+    "last row only": lambda: (torch.full((300,), 70_000), 70_001),
+}
+
+
+@SPARSE
+@EACH_DTYPE
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_gradients_of_every_distribution(device, name, dtype, sparse):
+    given, rows = DISTRIBUTIONS[name]()
+    for width in (1, 33, 512):
+        grad = torch.randn(len(given), width).to(dtype)
+        assert_same_gradient(device, given, grad, rows, f"{name}, width {width}", sparse=sparse)
+    grad = torch.randn(len(given), 10).to(dtype)
+    for options in ({"padding_idx": int(given[0])}, {"scale_grad_by_freq": True}):
+        assert_same_gradient(device, given, grad, rows, f"{name}, {options}", sparse=sparse, **options)
+
+
+@EACH_DTYPE
+def test_gradients_of_every_kind_of_call(device, dtype):
+    for here, there in zip(sample_inputs("cpu", dtype, True), sample_inputs(device, dtype, True), strict=True):
+        for sparse in (False, True):
+            want = embed(here.input, here.weight, sparse=sparse, **here.kwargs)
+            got = embed(there.input, there.weight, sparse=sparse, **there.kwargs)
+            grad = torch.randn(want.shape).to(dtype)
+            (want,) = torch.autograd.grad(want, here.weight, grad)
+            (got,) = torch.autograd.grad(got, there.weight, grad.to(device))
+            assert got.dtype == there.weight.dtype
+            assert_gradient(got, want, here.name)
+
+
+@EACH_DTYPE
+def test_gradients_of_any_strides(device, dtype):
+    """`sum()` sends one number for all; others come transposed, sliced, or in the order of the sequence."""
+    given = ids(4, 30, rows=6)
+    numbers = torch.randn(4, 60, 90).to(dtype)
+    for name, view in {
+        "one number": lambda n: n[:1, :1, :1].expand(4, 30, 37),
+        "one column": lambda n: n[:, :30, :1].expand(4, 30, 37),
+        "one row": lambda n: n[0, 0, :37].expand(4, 30, 37),
+        "sequence first under it": lambda n: n.transpose(0, 1).contiguous()[:30, :, :37].transpose(0, 1),
+        "columns first under it": lambda n: n.transpose(1, 2).contiguous()[:, :37, :30].transpose(1, 2),
+        "columns of a wider one": lambda n: n[:, :30, 11:48],
+        "every second column": lambda n: n[:, :30, :74:2],
+        "every second token": lambda n: n[:, ::2, :37],
+        "one number in": lambda n: n.reshape(-1)[1 : 1 + 4 * 30 * 37].view(4, 30, 37),
+    }.items():
+        call = lambda g, i: ops.embed_backward(g, i, 9, 2.5, -1, False)  # noqa: E731
+        want, got = call(view(numbers), given), call(view(numbers.to(device)), given.to(device))
+        assert_same_bits(got.cpu(), want, name)
+    weight = torch.zeros(6, 5, dtype=dtype, device=device, requires_grad=True)
+    embed(torch.tensor([[0, 3, 3], [5, 3, 0]], device=device), weight, token_scale=2.0).sum().backward()
+    want = torch.tensor([4.0, 0, 0, 6, 0, 2])[:, None].expand(6, 5).to(dtype)
+    assert_same_bits(weight.grad.cpu(), want.contiguous(), "sum()")
+
+
+@SPARSE
+@EACH_DTYPE
+def test_padding_gets_exactly_nothing(device, dtype, sparse):
+    given = ids(256, 3, 7, rows=10)
+    grad = torch.randn(256, 3, 7, 5).to(dtype)
+    for padding in (0, 4, -1):
+        options = {"sparse": sparse, "padding_idx": padding}
+        got = gradient(given.to(device), grad.to(device), 10, **options).to_dense().cpu()
+        assert_same_bits(got[padding % 10], torch.zeros(5, dtype=dtype), "row of the padding")
+        # Other rows against a sum in double precision.
+        want = torch.zeros(10, 5, dtype=torch.float64).index_add_(
+            0, given.reshape(-1), grad.double().reshape(-1, 5) * math.sqrt(5)
+        )
+        size = torch.zeros(10, 5, dtype=torch.float64).index_add_(
+            0, given.reshape(-1), grad.double().abs().reshape(-1, 5) * math.sqrt(5)
+        )
+        want[padding % 10] = 0
+        bound = 700 * unit_roundoff(wide(dtype)) * size + unit_roundoff(dtype) * 1.01 * want.abs()
+        assert_close(got, want, bound.numpy(), f"padding {padding}")
+
+
+@EACH_DTYPE
+def test_a_hot_token_loses_no_small_contribution(device, dtype):
+    grad = torch.full((10_000, 40), 0.25, dtype=dtype, device=device)
+    got = gradient(torch.full((10_000,), 2, device=device), grad, 4, token_scale=1.0)
+    assert_same_bits(got[2].cpu(), torch.full((40,), 2500.0).to(dtype))
+
+
+def test_untouched_rows_are_positive_zeros(device):
+    """Out of memory that held NaNs."""
+    for rows in (5, 70_000):
+        for _ in range(3):
+            del_me = torch.full((rows, 33), math.nan, device=device)
+            del del_me
+        got = gradient(torch.tensor([rows - 1], device=device), torch.full((1, 33), -1.0, device=device), rows)
+        assert_same_bits(got[:-1].cpu(), torch.zeros(rows - 1, 33))
+
+
+def test_add_passes_the_gradient_on(device):
+    x = torch.randn(3, 4, 7, device=device, requires_grad=True)
+    grad = torch.randn(3, 4, 7, device=device)
+    add_positional_encoding(x, offset=3).backward(grad)
+    assert_same_bits(x.grad, grad)
+
+
+@SPARSE
+def test_a_hundred_repeats_have_equal_bits(device, sparse):
+    """The order of a sum may not depend on which block comes first."""
+    given, weight = hot(40 * 512, 4000, 0.3).view(40, 512).to(device), torch.randn(4000, 64, device=device)
+    grad = torch.randn(40, 512, 64, device=device)
+    first_out, first_grad = embed(given, weight), gradient(given, grad, 4000, sparse=sparse)
+    first_grad = first_grad._values() if sparse else first_grad
+    for _ in range(100 if ON_GPU else 3):
+        got = gradient(given, grad, 4000, sparse=sparse)
+        # Compared where they are: that is faster, and one number comes back.
+        assert torch.equal(embed(given, weight).view(torch.int32), first_out.view(torch.int32))
+        assert torch.equal((got._values() if sparse else got).view(torch.int32), first_grad.view(torch.int32))
+
+
+def test_deterministic_mode(device):
+    """Nothing refuses it, and memory that it fills with NaNs beforehand shows up nowhere."""
+    before = torch.are_deterministic_algorithms_enabled()
+    given, grad = hot(3000, 1000, 0.5), torch.randn(3000, 37)
+    try:
+        torch.use_deterministic_algorithms(True)
+        for sparse in (False, True):
+            assert_same_gradient(device, given, grad, 1000, "gradient", sparse=sparse)
+        assert_same(device, embed, given, torch.randn(1000, 37))
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [s.name for s in sample_inputs("cpu", torch.float64, True)])
+def test_derivatives(device, name):
+    (sample,) = (s for s in sample_inputs(device, torch.float64, True) if s.name == name)
+    if "padding_idx" in sample.kwargs or "scale_grad_by_freq" in sample.kwargs:
+        pytest.skip("its gradient leaves out or divides parts of the derivative")
+
+    def function(weight: Tensor) -> Tensor:
+        return embed(sample.input, weight, **sample.kwargs)
+
+    assert gradcheck(function, sample.weight)
+    assert gradgradcheck(function, sample.weight)
+
+
+def test_derivatives_of_add(device):
+    x = torch.randn(B, 3, 5, dtype=torch.float64, device=device, requires_grad=True)
+    for options in ({"offset": 3}, {"positions": ids(B, 3).to(device)}, {"batch_first": False}):
+        assert gradcheck(lambda a, o=options: add_positional_encoding(a, **o), x, check_forward_ad=True)
+        assert gradgradcheck(lambda a, o=options: add_positional_encoding(a, **o), x)
+
+
+@SPARSE
+@pytest.mark.parametrize("flags", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}], ids=str)
+def test_double_backward(device, sparse, flags):
+    """create_graph: the weight gradient knows the output gradient it came from, and both are the CPU's."""
+
+    def both(where: str) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(5)
+        numbers = [torch.randn(s, dtype=torch.float64, generator=random) for s in ((V, D), (B, T, D), (V, D))]
+        weight, grad, probe = (n.to(where).requires_grad_() for n in numbers)
+        given = torch.randint(4, (B, T), generator=random).to(where)
+        (first,) = torch.autograd.grad(embed(given, weight, sparse=sparse, **flags), weight, grad, create_graph=True)
+        assert first.grad_fn is not None
+        assert first.is_sparse == sparse
+        (second,) = torch.autograd.grad((first.to_dense() * probe).sum(), grad)
+        return first.detach().to_dense(), second
+
+    for got, want in zip(both(device), both("cpu"), strict=True):
+        assert_same_bits(got.cpu(), want)
+    assert both("cpu")[1].count_nonzero() > 0
+
+
+def test_transforms(device):
+    """Forward mode, vmap and torch.func, composed from torch's own ops."""
+    weight, given = torch.randn(V, D, device=device), ids(B, T).to(device)
+    tangent = torch.randn_like(weight)
+    primal, got = torch.func.jvp(lambda w: embed(given, w), (weight,), (tangent,))
+    assert_same_bits(primal, embed(given, weight))
+    torch.testing.assert_close(got, tangent[given] * math.sqrt(D))
+    stacked = torch.func.vmap(lambda i: embed(i, weight))(given)
+    assert_same_bits(stacked, torch.stack([embed(i, weight) for i in given]))
+    got = torch.func.grad(lambda w: embed(given, w).sin().sum())(weight)
+    leaf = weight.clone().requires_grad_()
+    embed(given, leaf).sin().sum().backward()
+    torch.testing.assert_close(got, leaf.grad)
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+def tokens(where: str = "cpu") -> Tensor:
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3)).to(where)
+
+
+def activations(where: str = "cpu") -> Tensor:
+    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(3)).to(where)
+
+
+def seeded(build: Callable[..., nn.Module], *args: Any, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return build(*args, **options)
+
+    return make
+
+
+def textbook() -> nn.Module:
+    return nn.Sequential(reference.Embeddings(D, V), reference.PositionalEncoding(D, 40))
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "Embeddings": (seeded(posenc_ext.Embeddings, D, V), tokens),
+    "TransformerEmbedding": (seeded(posenc_ext.TransformerEmbedding, V, D), tokens),
+    "padding, fairseq": (
+        seeded(posenc_ext.TransformerEmbedding, V, D, padding_idx=1, convention="fairseq"),
+        tokens,
+    ),
+    "sequence first, frequency": (
+        seeded(posenc_ext.TransformerEmbedding, V, D, batch_first=False, scale_grad_by_freq=True),
+        tokens,
+    ),
+    "sparse": (seeded(posenc_ext.TransformerEmbedding, V, D, sparse=True), tokens),
+    "max_norm": (seeded(posenc_ext.TransformerEmbedding, V, D, max_norm=1.0), tokens),
+    "PositionalEncoding": (seeded(posenc_ext.PositionalEncoding, D), activations),
+    "PositionalEncoding, exact": (seeded(posenc_ext.PositionalEncoding, D, convention="marian"), activations),
+    "LearnedPositionalEmbedding": (seeded(posenc_ext.LearnedPositionalEmbedding, 40, D), activations),
+    "pair": (
+        seeded(lambda: nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D))),
+        tokens,
+    ),
+    "fused": (
+        seeded(lambda: posenc_ext.fuse(nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D)))),
+        tokens,
+    ),
+    "fused textbook": (seeded(lambda: posenc_ext.fuse(textbook())), tokens),
+}
+every_module = pytest.mark.parametrize("kind", MODULES)
+
+# Where torch's own kernels, not ours, decide about the last bit.
+ROUNDED = {"max_norm", "LearnedPositionalEmbedding"}
+
+
+def assert_as_on_cpu(kind: str, got: Tensor, want: Tensor) -> None:
+    if kind in ROUNDED:
+        torch.testing.assert_close(got.cpu(), want)
+    else:
+        assert_same_bits(got.cpu(), want, kind)
+
+
+@every_module
+def test_modules_follow_the_device(device, kind):
+    """There and back again, casts on the way, and made there in the first place."""
+    build, argument = MODULES[kind]
+    module, twin = build().to(device), build()
+    assert_as_on_cpu(kind, module(argument(device)), twin(argument()))
+    module.cpu()
+    assert_as_on_cpu(kind, module(argument()), twin(argument()))
+    for dtype in (torch.bfloat16, torch.float64):
+        module, twin = build().to(device).to(dtype), build().to(dtype)
+        here, there = (argument(w) if argument is tokens else argument(w).to(dtype) for w in ("cpu", device))
+        if kind not in ROUNDED:
+            assert_as_on_cpu(kind, module(there), twin(here))
+        assert module(there).dtype == dtype
+    assert_as_on_cpu(kind, copy.deepcopy(build().to(device))(argument(device)), build()(argument()))
+
+
+@every_module
+def test_gradients_through_modules(device, kind):
+    build, argument = MODULES[kind]
+
+    def gradients(where: str) -> list[Tensor]:
+        module, x = build().to(where), argument(where)
+        if x.is_floating_point():
+            x.requires_grad_()
+        wanted = [*module.parameters(), *([x] if x.is_floating_point() else [])]
+        probe = torch.randn(B, T, D, generator=torch.Generator().manual_seed(4)).to(where)
+        return list(torch.autograd.grad(module(x), wanted, probe))
+
+    found, expected = gradients(device), gradients("cpu")
+    assert len(found) == len(expected) > 0
+    for got, want in zip(found, expected, strict=True):
+        if kind in ROUNDED:
+            torch.testing.assert_close(got.cpu(), want)
+        else:
+            assert_gradient(got, want, kind)
+
+
+def test_the_table_of_a_module_is_made_where_it_lives(device):
+    module = posenc_ext.PositionalEncoding(D, 30).to(device).half()
+    assert (module.pe.device.type, module.pe.dtype) == (torch.device(device).type, torch.float16)
+    assert_same_bits(module.pe.cpu(), posenc_ext.PositionalEncoding(D, 30).half().pe)
+
+
+def test_modules_made_on_the_device(device):
+    for build in (posenc_ext.TransformerEmbedding, lambda v, d, **o: posenc_ext.Embeddings(d, v, **o)):
+        module = build(V, D, device=device, dtype=torch.bfloat16)
+        assert module(tokens(device)).device.type == torch.device(device).type
+    with torch.device(device):
+        module = nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D))
+    assert_same_bits(posenc_ext.fuse(module)(tokens(device)), module(tokens(device)))
+
+
+def test_fused_models_of_the_device(device):
+    """Fused before or after the move; the weight is the same Parameter, tied or not."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.ModuleDict(
+            {
+                "source": nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D)),
+                "target": textbook(),
+                "output": nn.Linear(D, V),
+            }
+        )
+
+    before, after, plain = posenc_ext.fuse(model()).to(device), posenc_ext.fuse(model().to(device)), model()
+    for name in ("source", "target"):
+        assert isinstance(before[name], posenc_ext.TransformerEmbedding)
+        want = before[name](tokens(device))
+        assert_same_bits(after[name](tokens(device)), want)
+        torch.testing.assert_close(want.cpu(), plain[name](tokens()), rtol=0, atol=2e-5)
+
+
+def test_length_far_past_a_table(device):
+    """As for a fairseq model built for 1024 positions; there is no table that could end."""
+    module = posenc_ext.TransformerEmbedding(V, D, convention="fairseq", padding_idx=1).to(device)
+    given = ids(1, 20_000)
+    assert_same_bits(module(given.to(device)).cpu(), copy.deepcopy(module).cpu()(given))
+
+
+@pytest.mark.parametrize("start", ["device", "cpu"])
+def test_state_dicts(device, start):
+    """Of this layer and of the textbook pair, whose table is checked on whatever device it was loaded to."""
+    torch.manual_seed(1)
+    old, where = textbook(), device if start == "device" else "cpu"
+    for saved in (old.state_dict(), posenc_ext.fuse(copy.deepcopy(old)).state_dict()):
+        layer = posenc_ext.TransformerEmbedding(V, D).to(device)
+        result = layer.load_state_dict(moved(dict(saved), where), strict=True)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert layer.weight.device.type == torch.device(device).type
+        torch.testing.assert_close(layer(tokens(device)).cpu(), old(tokens()), rtol=0, atol=2e-5)
+    foreign = posenc_ext.TransformerEmbedding(V, D, convention="tensor2tensor").to(device)
+    with pytest.raises(RuntimeError, match="vaswani"):
+        foreign.load_state_dict(moved(dict(old.state_dict()), where))
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+def test_a_training_step(device, options):
+    """The weights after a few steps are the CPU's, to the bit: the product with the rate is exact."""
+
+    def train(where: str) -> Tensor:
+        torch.manual_seed(2)
+        module = posenc_ext.TransformerEmbedding(V, D, **options).to(where)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for step in range(4):
+            given = torch.randint(V, (3, 4 + step), generator=torch.Generator().manual_seed(step)).to(where)
+            grad = torch.randn(*given.shape, D, generator=torch.Generator().manual_seed(step)).to(where)
+            optimizer.zero_grad()
+            module(given).backward(grad)
+            optimizer.step()
+        return module.weight.detach()
+
+    assert_same_bits(train(device).cpu(), train("cpu"))
+
+
+def test_autocast(device):
+    """As `F.embedding`: the output keeps the weight's dtype, and the backward pass sees it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(V, D, dtype=dtype, device=device, requires_grad=True)
+        seen: list[torch.dtype] = []
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            y = embed(tokens(device), weight)
+            y.register_hook(lambda grad, seen=seen: seen.append(grad.dtype))
+            z = F.linear(add_positional_encoding(y), torch.randn(D, D, device=device))
+        assert (y.dtype, z.dtype) == (dtype, torch.bfloat16)
+        z.float().sum().backward()
+        assert seen == [dtype]
+        assert weight.grad.dtype == dtype
+        assert_same_bits(y, embed(tokens(device), weight))
+
+
+def test_max_norm(device):
+    """Rows are scaled down in place, as nn.Embedding does; by torch's own kernel on either device."""
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 1e-2)):
+        weight = (torch.randn(V, D) * 3).to(dtype)
+        for norm_type in (2.0, 1.0):
+            here, there, own = weight.clone(), weight.clone().to(device), weight.clone().to(device)
+            given = torch.tensor([[1, 2, 2], [5, 1, 0]])
+            got = embed(given.to(device), there, max_norm=1.0, norm_type=norm_type)
+            want = embed(given, here, max_norm=1.0, norm_type=norm_type)
+            torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
+            F.embedding(given.to(device), own, max_norm=1.0, norm_type=norm_type)
+            assert_same_bits(there, own, "weight")
+            assert_same_bits(got, embed(given.to(device), own), "output")
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@gpu_only
+def test_tensors_on_two_devices(device):
+    """By name, and before anything is written."""
+    here, there = tokens(), tokens(device)
+    weight, x = torch.randn(V, D, device=device), torch.randn(B, T, D, device=device)
+    out = torch.full((B, T, D), 7.0)
+    for words, call in {
+        "embed: input must be on the device of weight": lambda: embed(here, weight),
+        "embed: input must be on the device of weight (cpu": lambda: embed(there, weight.cpu()),
+        "embed: positions must be on the device of weight": lambda: embed(there, weight, positions=here),
+        "embed: out must be on the device of weight": lambda: embed(there, weight, out=out),
+        "add_positional_encoding: positions must be on the device of x": lambda: add_positional_encoding(
+            x, positions=here
+        ),
+        "add_positional_encoding: out must be on the device of x": lambda: add_positional_encoding(x, out=out),
+        "positional_encoding: out must be on the device of positions": lambda: positional_encoding(there, D, out=out),
+        "embed_backward: input must be on the device of grad": lambda: ops.embed_backward(x, here, V, 1.0, -1, False),
+    }.items():
+        with pytest.raises(ValueError, match="posenc_ext::") as refused:
+            call()
+        assert words in str(refused.value)
+    assert (out == 7).all()
+    with pytest.raises(ValueError, match="device must be that of positions"):
+        positional_encoding(there, D, device="cpu")
+
+
+def test_wrong_arguments(device):
+    """The checks of the CPU half hold here too."""
+    given, weight = tokens(device), torch.randn(V, D, device=device)
+    x = torch.randn(B, T, D, device=device)
+    out = torch.full((B, T, D), 7.0, device=device)
+    for call in (
+        lambda: embed(given.float(), weight),
+        lambda: embed(given, weight.long()),
+        lambda: embed(given, weight[:, :0]),
+        lambda: embed(given, weight, padding_idx=V),
+        lambda: embed(given, weight, positions=given.double()),
+        lambda: embed(given, weight, out=out[:, :, :5]),
+        lambda: embed(given, weight, out=out.half()),
+        lambda: embed(given, weight, out=out[:1].expand(B, T, D)),
+        lambda: add_positional_encoding(x, out=x.view(-1)[1:].as_strided((B, T, D), (1, 1, 1))),
+        lambda: embed(given, weight, offset=2**63 - 2),
+        lambda: ops.embed_backward(x, given[:, :2], V, 1.0, -1, False),
+    ):
+        with pytest.raises(ValueError, match="posenc_ext::"):
+            call()
+    assert (out == 7).all()
+
+
+# ---- tracing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def op_cases(device: str, dtype: torch.dtype, requires_grad: bool) -> Iterator[tuple[Any, bool]]:
+    for sample in sample_inputs(device, dtype, requires_grad):
+        for case in cases_of(sample):
+            arguments = tuple(
+                moved(a, device) if isinstance(a, Tensor) and a.device.type != torch.device(device).type else a
+                for a in case.arguments
+            )
+            case.arguments = arguments
+            differentiated = any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+            yield case, differentiated
+
+
+@pytest.mark.parametrize(("dtype", "requires_grad"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+def test_opcheck(device, dtype, requires_grad):
+    for case, differentiated in op_cases(device, dtype, requires_grad):
+        # The slow last check for one kind of call; not where it cannot cope with the op (tests/test_opcheck.py).
+        traced = case.name == "batch" and not (differentiated and case.op in SPARSE_OPS)
+        tests = TESTS if traced else TESTS[:-1]
+        assert opcheck(case.overload(), case.arguments, test_utils=tests) == dict.fromkeys(tests, "SUCCESS"), str(case)
+
+
+# Of ids, table and activations.
+CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "embed": lambda i, w, a: embed(i, w, offset=3),
+    "embed, positions": lambda i, w, a: embed(i, w, positions=i),
+    "embed, out": lambda i, w, a: embed(i, w, out=torch.empty_like(a)),
+    "scaled_embedding": lambda i, w, a: scaled_embedding(i, w),
+    "add": lambda i, w, a: add_positional_encoding(a, batch_first=False),
+    "positional_encoding": lambda i, w, a: positional_encoding(i, D),
+    "length": lambda i, w, a: positional_encoding(a.shape[1], D, device=a.device),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", CALLS)
+def test_whole_graphs(device, fresh, name, dynamic):
+    function, counter = CALLS[name], CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
+    weight, first = torch.randn(V, D, device=device), None
+    for shape in [(B, T), (3, 7), (4, 9)] if dynamic else [(B, T)]:
+        arguments = ids(*shape).to(device), weight, torch.randn(*shape, D).to(device)
+        assert_same_bits(compiled(*arguments), function(*arguments), name)
+        first = first or counter.frame_count
+    assert counter.frame_count == first
+
+
+def test_no_recompilation_by_the_step(device, fresh):
+    """A decoder: one compile for the first call, one when the offset is seen to change, and none after that."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(embed, fullgraph=True, backend=counter)
+    weight = torch.randn(V, D, device=device)
+    for step in range(20):
+        given = ids(B, 1).to(device)
+        assert_same_bits(compiled(given, weight, offset=step), embed(given, weight, offset=step))
+        if step == 2:
+            settled = counter.frame_count
+    assert counter.frame_count == settled <= 3
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_training_under_inductor(device, fresh, mode):
+    """What users run: the op between generated kernels, forward and backward; in the other mode in CUDA graphs."""
+    if ON_GPU:
+        pytest.importorskip("triton")
+    torch.manual_seed(2)
+    layer = posenc_ext.TransformerEmbedding(V, D, padding_idx=2).to(device)
+    output = nn.Linear(D, V).to(device)
+    parameters = [layer.weight, *output.parameters()]
+
+    def loss(given: Tensor) -> Tensor:
+        return F.cross_entropy(output(layer(given).tanh()).flatten(0, -2), given.flatten())
+
+    compiled = torch.compile(loss, fullgraph=True, mode=mode)
+    for step in range(4):
+        given = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(step)).to(device)
+        torch.compiler.cudagraph_mark_step_begin()
+        value = compiled(given)
+        got = [value.detach().clone(), *(g.clone() for g in torch.autograd.grad(value, parameters))]
+        value = loss(given)
+        for mine, want in zip(got, [value.detach(), *torch.autograd.grad(value, parameters)], strict=True):
+            torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
+        assert got[1][2].count_nonzero() == 0  # the padding row
+
+
+def test_export(device, fresh):
+    """Exported there at one size, run there at others, and with another offset."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = posenc_ext.TransformerEmbedding(V, D, padding_idx=1)
+
+        def forward(self, given: Tensor, offset: int) -> Tensor:
+            return self.layer(given, offset=offset)
+
+    module = Step().to(device)
+    shapes = ({0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=1024)}, Dim.DYNAMIC)
+    program = torch.export.export(module, (ids(2, 5).to(device), 3), dynamic_shapes=shapes).module()
+    for shape, offset in (((2, 5), 3), ((2, 5), 7), ((4, 9), 0), ((1, 1000), 5000)):
+        given = ids(*shape).to(device)
+        assert_same_bits(program(given, offset), module(given, offset))
+    program(ids(3, 4).to(device), 3).square().sum().backward()
+    ((_, parameter),) = program.named_parameters()
+    assert parameter.grad.count_nonzero() > 0
+    assert parameter.grad[1].count_nonzero() == 0
+
+
+# ---- sizes past 32 bits ----------------------------------------------------------------------------------------------
+
+
+def test_more_than_two_to_the_31_elements_of_tokens(device):
+    """The output, and the gradient read back from it, past the last 32-bit index. 16 bits: about 5 GiB."""
+    width = 1024
+    count = 2**31 // width + 3
+    needs_bytes(2 * count * width + 2**30)
+    weight = torch.randn(V, width).bfloat16()
+    given = torch.zeros(1, count, dtype=torch.int32)
+    given[0, -3:] = torch.tensor([5, 7, 5])
+    out = embed(given.to(device), weight.to(device))
+    assert out.numel() > 2**31
+    for place in (0, 2**30 // width, count - 3, count - 2, count - 1):
+        want = embed(given[:, place : place + 1], weight, offset=place)
+        assert_same_bits(out[:, place : place + 1].cpu(), want, f"token {place}")
+    # The rows of the last tokens: their gradients lie past 2^31. That of token 0 sums two million numbers.
+    got = ops.embed_backward(out, given.to(device), V, 2.0, 0, False).cpu()
+    tail = out[:, -3:].cpu()
+    assert_same_bits(got, ops.embed_backward(tail, given[:, -3:], V, 2.0, 0, False), "gradient")
+
+
+def test_more_than_two_to_the_31_elements_of_the_table(device):
+    """int32 ids do not make for int32 arithmetic. The table and its gradient: about 9 GiB."""
+    rows, width = 2**15 + 1, 2**16
+    needs_bytes(2 * 2 * rows * width + 2**30)
+    weight = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
+    last = torch.randn(width).bfloat16()
+    weight[rows - 1] = last.to(device)
+    given = torch.tensor([rows - 1], dtype=torch.int32)
+    got = embed(given.to(device), weight).cpu()
+    assert_same_bits(got, embed(torch.zeros(1, dtype=torch.int32), last[None]), "last row")
+    del weight
+    grad = torch.randn(1, width).bfloat16()
+    got = ops.embed_backward(grad.to(device), given.to(device), rows, 2.0, -1, False)
+    assert_same_bits(got[-1].cpu(), (grad[0] * 2), "gradient of the last row")
+    assert got[:-1].count_nonzero() == 0
+
+
+def test_functional_is_what_was_tested():
+    """Every public function is called above."""
+    tested = {"add_positional_encoding", "embed", "positional_encoding", "scaled_embedding"}
+    assert set(functional.__all__) == tested | {"angular_frequencies"}  # which returns a CPU tensor, from CPU code

@@ -1,0 +1,314 @@
+"""Bad ids on a GPU: no device assert, no silent value, no wait on the usual path.
+
+A row of NaN stands where the id was bad, and the next call, or `posenc_ext.check_errors()`, raises the IndexError that
+the CPU raises at once. These tests hold on a CPU as well, but for those about what comes before the exception.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cuda_helpers import DEVICE, assert_refused, forget, gpu_only, settle, sleep
+from helpers import DTYPES, assert_same_bits, child, message, name_of
+from torch import Tensor
+
+import posenc_ext
+from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
+
+pytestmark = pytest.mark.cuda
+
+ops = torch.ops.posenc_ext
+
+V, D = 10, 8
+BAD = (V, -1, 2**31 - 1, 2**32, 2**63 - 1, -(2**63))
+RECIPE = posenc_ext.CONVENTIONS["vaswani"].recipe()
+RANGE = f"ids in [0, {V})"
+
+
+@pytest.fixture(autouse=True)
+def _no_error_is_left(device):
+    yield
+    forget()  # before the fixture `device` asks
+
+
+def table(device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(V, D, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def ids(device: str, bad: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
+    """[2, 3], with a bad one at [1, 1]."""
+    return torch.tensor([[0, 1, 2], [3, 4 if bad is None else bad, 5]], dtype=dtype, device=device)
+
+
+def assert_usable(device: str) -> None:
+    """The context is alive and the values are right."""
+    assert_same_bits(embed(ids(device), table(device)).cpu(), embed(ids("cpu"), table("cpu")))
+    settle()
+
+
+# Every way from ids to rows.
+PATHS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "embed": lambda i, w: embed(i, w),
+    "with padding_idx": lambda i, w: embed(i, w, padding_idx=3),
+    "no encoding": lambda i, w: scaled_embedding(i, w),
+    "positions": lambda i, w: embed(i, w, positions=torch.zeros_like(i)),
+    "sequence first": lambda i, w: embed(i, w, batch_first=False),
+    "needs a gradient": lambda i, w: embed(i, w.requires_grad_()),
+    "max_norm": lambda i, w: embed(i, w, max_norm=0.1),
+    "out": lambda i, w: embed(i, w, out=torch.empty(*i.shape, D, device=i.device)),
+    "strided table": lambda i, w: embed(i, w.repeat_interleave(2, dim=1)[:, ::2]),
+    "op": lambda i, w: ops.embed(w, i, None, 0, 1.0, *RECIPE),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_error_names_op_range_and_id(device, path):
+    for bad in BAD:
+        assert_refused(lambda b=bad: PATHS[path](ids(device, b), table(device)), "posenc_ext::embed: ", RANGE, bad)
+        assert_usable(device)
+
+
+@pytest.mark.parametrize("bad", [V, -1, -(2**31)])
+def test_int32_ids(device, bad):
+    assert_refused(lambda: embed(ids(device, bad, torch.int32), table(device)), "posenc_ext::embed: ", RANGE, bad)
+    assert_usable(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@gpu_only
+def test_the_row_is_nan_and_the_others_are_right(device, dtype):
+    weight = table(device, dtype)
+    want = embed(ids("cpu"), table("cpu", dtype))
+    for name in ("embed", "with padding_idx", "positions", "no encoding"):
+        if name == "positions":
+            want_rows = embed(ids("cpu"), table("cpu", dtype), positions=torch.zeros(2, 3, dtype=torch.int64))
+        else:
+            want_rows = scaled_embedding(ids("cpu"), table("cpu", dtype)) if name == "no encoding" else want
+        got = PATHS[name](ids(device, V), weight).cpu()
+        assert got[1, 1].isnan().all(), name
+        got[1, 1] = want_rows[1, 1]
+        assert_same_bits(got, want_rows, name)
+        forget()
+    out = torch.zeros(2, 3, D, dtype=dtype, device=device)
+    embed(ids(device, -1), weight, out=out)
+    assert out[1, 1].isnan().all()
+    assert not out[0].isnan().any()
+
+
+@gpu_only
+def test_the_next_call_raises(device):
+    """Whichever op it is of; once, and then all is well again."""
+    weight, x = table(device), torch.randn(2, 3, D, device=device)
+    for call in (
+        lambda: embed(ids(device), weight),
+        lambda: embed(ids(device), weight, out=x),
+        lambda: ops.embed_backward(x, ids(device), V, 1.0, -1, False),
+        lambda: add_positional_encoding(x),
+        lambda: positional_encoding(ids(device), D),
+    ):
+        embed(ids(device, V), weight)
+        torch.cuda.synchronize()
+        with pytest.raises(IndexError, match=message("posenc_ext::embed: ", RANGE, V)):
+            call()
+        call()
+        settle()
+
+
+@gpu_only
+def test_an_error_is_raised_once(device):
+    embed(ids(device, V), table(device))
+    torch.cuda.synchronize()
+    with pytest.raises(IndexError, match="posenc_ext::embed"):
+        posenc_ext.check_errors()
+    posenc_ext.check_errors()
+    assert_usable(device)
+
+
+@gpu_only
+def test_check_errors_waits_for_what_is_queued(device):
+    """The kernel has not even started when it is asked."""
+    given, weight = ids(device, V), table(device)
+    embed(ids(device), weight)  # so that nothing is set up behind the sleep
+    sleep()
+    embed(given, weight)
+    with pytest.raises(IndexError, match=message("posenc_ext::embed: ", RANGE, V)):
+        posenc_ext.check_errors()
+
+
+@gpu_only
+def test_the_call_itself_does_not_wait(device):
+    given, weight, done = ids(device, V), table(device), torch.cuda.Event()
+    embed(ids(device), weight)
+    sleep()
+    embed(given, weight)
+    done.record()
+    assert not done.query()
+
+
+def test_one_bad_id_far_into_a_batch(device):
+    weight = torch.randn(V, 64, device=device)
+    for place in (0, 4095, 99_999):
+        given = torch.zeros(100_000, dtype=torch.int64, device=device)
+        given[place] = V + 5
+        assert_refused(lambda g=given: embed(g, weight), "posenc_ext::embed: ", RANGE, V + 5)
+
+
+def test_many_bad_ids(device):
+    """All of them bad, from every block at once: one is named."""
+    given = torch.full((100_000,), V + 7, device=device)
+    assert_refused(lambda: embed(given, table(device)), "posenc_ext::embed: ", RANGE, V + 7)
+    assert_usable(device)
+
+
+def test_a_table_without_rows_has_no_ids(device):
+    assert_refused(lambda: embed(ids(device), table(device)[:0]), "posenc_ext::embed: ", "ids in [0, 0)")
+
+
+@pytest.mark.parametrize("op", ["embed_backward", "_embed_bwd", "embed_backward_sparse", "_embed_bwd_sparse"])
+def test_backward(device, op):
+    """Called with ids that no forward pass let through: nothing is written past the gradient's end."""
+    name = op.replace("_embed_bwd", "embed_backward")
+    call = getattr(ops, op)
+    grad = torch.ones(2, 3, D, device=device)
+    for bad in BAD:
+        for flags in ((-1, False), (0, True)):
+            words = (f"posenc_ext::{name}: ", RANGE, bad)
+            assert_refused(lambda b=bad, f=flags: call(grad, ids(device, b), V, 1.0, *f), *words)
+    assert_refused(lambda: call(grad, ids(device, V, torch.int32), V, 1.0, -1, False), f"posenc_ext::{name}: ", V)
+    assert_refused(lambda: call(grad, ids(device), 0, 1.0, -1, False), f"posenc_ext::{name}: ", "ids in [0, 0)")
+    assert_usable(device)
+
+
+def test_a_training_step(device):
+    """Forward and backward in a row, as a loop does them: the loop ends in an IndexError, not in a wrong weight."""
+    weight = table(device).requires_grad_()
+
+    def step() -> None:
+        embed(ids(device, V), weight).sum().backward()
+
+    assert_refused(step, "posenc_ext::embed", RANGE, V)
+    assert_usable(device)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_the_step_after(device, sparse):
+    """Once the error is out, the next step's gradient is right to the bit."""
+    assert_refused(lambda: embed(ids(device, V), table(device).requires_grad_()), RANGE)
+
+    def gradient(where: str) -> Tensor:
+        weight = table(where).requires_grad_()
+        (got,) = torch.autograd.grad(embed(ids(where), weight, sparse=sparse).sum(), weight)
+        return got.to_dense()
+
+    assert_same_bits(gradient(device).cpu(), gradient("cpu"))
+
+
+def test_max_norm_leaves_the_table_alone(device):
+    """Torch's own kernel scales its rows, and would end the process with a device assert: ids are checked first."""
+    for bad in BAD:
+        weight = table(device)
+        before = weight.clone()
+        assert_refused(lambda b=bad, w=weight: embed(ids(device, b), w, max_norm=0.1), "posenc_ext::embed: ", RANGE)
+        assert_same_bits(weight, before, "weight")
+    module = posenc_ext.TransformerEmbedding(V, D, max_norm=0.1).to(device)
+    assert_refused(lambda: module(ids(device, -1)), "posenc_ext::embed: ", RANGE, -1)
+    assert_usable(device)
+
+
+def test_compiled(device):
+    torch.compiler.reset()
+    compiled = torch.compile(lambda i, w: embed(i, w, padding_idx=3) * 2, backend="aot_eager", fullgraph=True)
+    compiled(ids(device), table(device))
+    for bad in (V, -4):
+        assert_refused(lambda b=bad: compiled(ids(device, b), table(device)), "posenc_ext::embed: ", RANGE, bad)
+    torch.compiler.reset()
+
+
+@gpu_only
+def test_replayed(device):
+    """A graph that was captured with good ids and is fed a bad one."""
+    given, weight = ids(device), table(device)
+    embed(given, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = embed(given, weight)
+    given.copy_(ids(device, V))
+    graph.replay()
+    with pytest.raises(IndexError, match=message("posenc_ext::embed: ", RANGE, V)):
+        settle()
+    assert out[1, 1].isnan().all()
+    given.copy_(ids(device))
+    graph.replay()
+    settle()
+    assert_same_bits(out.cpu(), embed(ids("cpu"), table("cpu")))
+
+
+# ---- the synchronous mode --------------------------------------------------------------------------------------------
+
+CHILD = f"""
+import posenc_ext, torch
+from posenc_ext.functional import embed
+ops, device = torch.ops.posenc_ext, {DEVICE!r}
+weight, good = torch.randn({V}, {D}, device=device), torch.tensor([1, 2], device=device)
+bad, grad = torch.tensor([1, {V}], device=device), torch.ones(2, {D}, device=device)
+for name, call in {{
+    "embed": lambda: embed(bad, weight),
+    "out": lambda: embed(bad, weight, out=grad.clone()),
+    "max_norm": lambda: embed(bad, weight, max_norm=0.1),
+    "dense": lambda: ops.embed_backward(grad, bad, {V}, 1.0, -1, False),
+    "sparse": lambda: ops.embed_backward_sparse(grad, bad, {V}, 1.0, -1, False),
+}}.items():
+    try:
+        call()
+        print(name, "nothing")
+    except IndexError as error:
+        print(name, error)
+print("after", embed(good, weight).isfinite().all().item())
+"""
+
+
+def run_child(folder: Any, **environment: str) -> dict[str, str]:
+    """The words that each call of CHILD ended in."""
+    settings = child(folder)
+    settings["env"].update(environment)
+    process = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=False, **settings
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    return dict(line.split(" ", 1) for line in process.stdout.splitlines())
+
+
+def test_synchronous_mode(device, tmp_path):
+    """POSENC_EXT_SYNC_ERRORS=1: the call itself raises, for those who look for the line that did it."""
+    found = run_child(tmp_path, POSENC_EXT_SYNC_ERRORS="1")
+    assert found.pop("after") == "True"
+    assert set(found) == {"embed", "out", "max_norm", "dense", "sparse"}
+    for name, text in found.items():
+        op = {"dense": "embed_backward", "sparse": "embed_backward_sparse"}.get(name, "embed")
+        assert text.startswith(f"posenc_ext::{op}: "), (name, text)
+        assert RANGE in text
+        assert str(V) in text
+
+
+@gpu_only
+def test_without_it_the_process_lives_on(device, tmp_path):
+    """What torch's own lookup answers with a device assert, after which no call works any more."""
+    assert "POSENC_EXT_SYNC_ERRORS" not in os.environ
+    settings = child(tmp_path)
+    code = f"import posenc_ext, torch\nfrom posenc_ext.functional import embed\nw = torch.ones({V}, 4).cuda()\n"
+    code += f"embed(torch.tensor([{V}]).cuda(), w); torch.cuda.synchronize()\n"
+    code += "try: posenc_ext.check_errors()\nexcept IndexError as error: print(error)\n"
+    code += "print(torch.ones(3).cuda().sum().item())"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, **settings
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    error, alive = process.stdout.splitlines()
+    assert error.startswith("posenc_ext::embed: ")
+    assert alive == "3.0"
