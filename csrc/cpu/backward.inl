@@ -20,18 +20,31 @@ struct RunSum {
   int64_t begin, end;
   Real scale;
 
+  template <int64_t count>
+  POSENC_HD static void load(const T* row, Vector (&values)[count]) {
+    for (int64_t v = 0; v < count; v += kFewest) {
+      if constexpr (kFewest == 2) {
+        E::load(row + v * kStep, values[v], values[v + 1]);
+      } else {
+        values[v] = E::load(row + v * kStep);
+      }
+    }
+  }
+
   // Sum of `count` vectors of columns from `column` on, over the tokens [first, last).
   template <int64_t count>
   POSENC_HD void piece(int64_t column, int64_t first, int64_t last, Vector (&sum)[count]) const {
     const T* row = grad + order[first] * token_stride + column;
-    for (int64_t v = 0; v < count; ++v) sum[v] = E::load(row + v * kStep);
+    load<count>(row, sum);
     for (int64_t at = first + 1; at < last; ++at) {
       row = grad + order[at] * token_stride + column;
       if (at + kPrefetchGradients < end) {
         const T* ahead = grad + order[at + kPrefetchGradients] * token_stride + column;
         for (int64_t v = 0; v < count; ++v) __builtin_prefetch(ahead + v * kStep);
       }
-      for (int64_t v = 0; v < count; ++v) sum[v] += E::load(row + v * kStep);
+      Vector values[count];
+      load<count>(row, values);
+      for (int64_t v = 0; v < count; ++v) sum[v] += values[v];
     }
   }
 

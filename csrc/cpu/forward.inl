@@ -42,25 +42,49 @@ POSENC_HD void visit_waves(const Waves& waves, int64_t position, int64_t first, 
   }
 }
 
-// Sines to sines[i], cosines to cosines[i], or, interleaved, to sines[2 * i] and the place after it.
+// Where the wave of the i-th column of a stretch is kept: in the order in which the columns' elements are loaded.
+template <class T>
+POSENC_HD int64_t wave_place(int64_t i) {
+  if constexpr (!Element<T>::kSplit) return i;
+  constexpr int64_t kGroup = 2 * kLanes<float>;
+  const int64_t at = i % kGroup;
+  return i - at + at % 2 * kLanes<float> + at / 2;
+}
+
+// Sines to sines[i], cosines to cosines[i], or, interleaved, to sines[2 * i] and the place after it; all places as by
+// wave_place, and whole vectors: there must be room past the last.
+template <class T>
 void fill_waves(const Waves& waves, int64_t position, int64_t first, int64_t count, float* sines, float* cosines) {
+  constexpr int64_t kLength = kLanes<float>;
   const bool interleaved = waves.layout.kind == LayoutKind::interleaved;
-  visit_waves(waves, position, first, count, [&](int64_t i, const SinCos<FloatVector>& pair) {
-    if (interleaved) {
+  const UintVector sign = splat(position < 0 ? 0x80000000u : 0u);
+  visit_waves(waves, position, first, count, [&](int64_t i, SinCos<FloatVector> pair) {
+    pair.sin = bit_cast<FloatVector>(bit_cast<UintVector>(pair.sin) ^ sign);
+    if (!interleaved) {
+      store_bytes<false>(sines + i, pair.sin);
+      store_bytes<false>(cosines + i, pair.cos);
+    } else if (Element<T>::kSplit) {
+      store_bytes<false>(sines + 2 * i, pair.sin);
+      store_bytes<false>(sines + 2 * i + kLength, pair.cos);
+    } else {
       FloatVector low, high;
       interleave(pair.sin, pair.cos, low, high);
       store_bytes<false>(sines + 2 * i, low);
-      store_bytes<false>(sines + 2 * i + kLanes<float>, high);
-    } else {
-      store_bytes<false>(sines + i, pair.sin);
-      store_bytes<false>(cosines + i, pair.cos);
+      store_bytes<false>(sines + 2 * i + kLength, high);
     }
   });
-  if (position < 0) {
-    for (int64_t i = 0, step = interleaved ? 2 : 1; i < count; ++i) sines[i * step] = -sines[i * step];
+  if (interleaved || !Element<T>::kSplit) return;
+  for (float* half : {sines, cosines}) {
+    for (int64_t i = 0; i < count; i += 2 * kLength) {
+      FloatVector even, odd;
+      deinterleave(load_bytes<FloatVector>(half + i), load_bytes<FloatVector>(half + i + kLength), even, odd);
+      store_bytes<false>(half + i, even);
+      store_bytes<false>(half + i + kLength, odd);
+    }
   }
 }
 
+template <class T>
 void fill_waves(const Waves& waves, int64_t position, int64_t first, int64_t count, double* sines, double* cosines) {
   const bool interleave = waves.layout.kind == LayoutKind::interleaved;
   const int64_t step = interleave ? 2 : 1;
@@ -80,8 +104,9 @@ void fill_waves(const Waves& waves, int64_t position, int64_t first, int64_t cou
 
 // The columns that one tile of waves covers: up to a stretch of sines (or of interleaved pairs), one of cosines, and
 // the zero column of an odd width. Without waves, one stretch that has none.
-template <class Real>
+template <class T>
 struct WaveTile {
+  using Real = typename Element<T>::Real;
   struct Stretch {
     int64_t column, count;
     const Real* waves;
@@ -104,7 +129,7 @@ struct WaveTile {
     }
     const int64_t last = std::min(first + kTilePairs, layout.pairs());
     stretch_count = 0;
-    fill_waves(waves, position, first, last - first, buffer, buffer + kTilePairs);
+    fill_waves<T>(waves, position, first, last - first, buffer, buffer + kTilePairs);
     if (layout.kind == LayoutKind::interleaved) {
       push(2 * first, std::min(2 * last, layout.sines + layout.cosines), buffer);
     } else {
@@ -130,42 +155,58 @@ constexpr int64_t kPrefetchTokens = 3;
 
 POSENC_HD void prefetch_to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 
+// What is left to do with a vector of the base term.
+template <class T, Source source, bool with_waves>
+POSENC_HD void finish(typename Element<T>::Vector& value, const typename Element<T>::Real* waves,
+                      typename Element<T>::Real scale) {
+  using Vector = typename Element<T>::Vector;
+  if constexpr (source == Source::gathered) value = value * scale;
+  if constexpr (with_waves) {
+    const Vector wave = load_bytes<Vector>(waves);
+    value = source == Source::none ? wave : value + wave;
+  }
+}
+
 // `next` is the base term of that later token.
 template <class T, Source source, bool stream, bool with_waves>
 POSENC_HD void combine_vectors(const T* base, const T* next, const typename Element<T>::Real* waves, T* out,
                                int64_t count, typename Element<T>::Real scale) {
   using E = Element<T>;
+  using Real = typename E::Real;
   using Vector = typename E::Vector;
   constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));  // one store of a whole vector
-  const auto sum = [&](int64_t at) {
-    Vector value = {};
-    if constexpr (source == Source::gathered) value = E::load(base + at) * scale;
-    if constexpr (source == Source::dense) value = E::load(base + at);
-    if constexpr (with_waves) {
-      const Vector wave = load_bytes<Vector>(waves + at);
-      value = source == Source::none ? wave : value + wave;
-    }
-    return value;
+  const auto one = [&](int64_t i) {
+    out[i] = combined<T, source>(base + i, waves ? waves + wave_place<T>(i) : nullptr, scale);
   };
   int64_t i = 0;
-  if constexpr (stream) {
-    for (; i < count && !stream_aligned(out + i); ++i)
-      out[i] = combined<T, source>(base + i, waves ? waves + i : nullptr, scale);
+  if constexpr (stream && E::kSplit) {
+    // Groups of waves begin with the stretch, so their vectors are stored where they fall.
+    if (!stream_aligned(out))
+      return combine_vectors<T, source, false, with_waves>(base, next, waves, out, count, scale);
+  } else if constexpr (stream) {
+    for (; i < count && !stream_aligned(out + i); ++i) one(i);
   }
   for (; i + kStep <= count; i += kStep) {
     if constexpr (source == Source::gathered) prefetch_to_l2(next + i);
     if constexpr (sizeof(T) == 2) {
-      E::template store<stream>(out + i, sum(i), sum(i + kStep / 2));
+      Vector first = {}, second = {};
+      if constexpr (source != Source::none) E::load(base + i, first, second);
+      finish<T, source, with_waves>(first, waves + i, scale);
+      finish<T, source, with_waves>(second, waves + i + kLanes<Real>, scale);
+      E::template store<stream>(out + i, first, second);
     } else {
-      E::template store<stream>(out + i, sum(i));
+      Vector value = {};
+      if constexpr (source != Source::none) value = E::load(base + i);
+      finish<T, source, with_waves>(value, waves + i, scale);
+      E::template store<stream>(out + i, value);
     }
   }
-  for (; i < count; ++i) out[i] = combined<T, source>(base + i, waves ? waves + i : nullptr, scale);
+  for (; i < count; ++i) one(i);
 }
 
 template <class T, Source source, bool stream>
-void combine(const T* base, const T* next, int64_t column_stride, const WaveTile<typename Element<T>::Real>& tile,
-             T* out, typename Element<T>::Real scale) {
+void combine(const T* base, const T* next, int64_t column_stride, const WaveTile<T>& tile, T* out,
+             typename Element<T>::Real scale) {
   for (int64_t s = 0; s < tile.stretch_count; ++s) {
     const auto& stretch = tile.stretches[s];
     T* to = out + stretch.column;
@@ -180,7 +221,7 @@ void combine(const T* base, const T* next, int64_t column_stride, const WaveTile
     } else {
       for (int64_t i = 0; i < stretch.count; ++i)
         to[i] = combined<T, source>(base + (stretch.column + i) * column_stride,
-                                    stretch.waves ? stretch.waves + i : nullptr, scale);
+                                    stretch.waves ? stretch.waves + wave_place<T>(i) : nullptr, scale);
     }
   }
 }
@@ -189,22 +230,28 @@ void combine(const T* base, const T* next, int64_t column_stride, const WaveTile
 template <class T, Source source, bool stream>
 void fused_row(const Waves& waves, int64_t position, const T* base, const T* next, T* out, float scale) {
   using E = Element<T>;
-  const auto sum = [&](int64_t at, FloatVector wave) {
-    if constexpr (source == Source::gathered) return E::load(base + at) * scale + wave;
-    if constexpr (source == Source::dense) return E::load(base + at) + wave;
-    return wave;
+  const auto add = [&](FloatVector& value, FloatVector wave) {
+    if constexpr (source == Source::gathered) value = value * scale;
+    value = source == Source::none ? wave : value + wave;
   };
   visit_waves(waves, position, 0, waves.layout.width / 2, [&](int64_t i, const SinCos<FloatVector>& pair) {
     const int64_t at = 2 * i, after = at + kLanes<float>;
-    FloatVector low, high;
-    interleave(pair.sin, pair.cos, low, high);
+    FloatVector low = pair.sin, high = pair.cos;
+    if constexpr (!E::kSplit) interleave(pair.sin, pair.cos, low, high);
+    FloatVector first = {}, second = {};
     if constexpr (source == Source::gathered) prefetch_to_l2(next + at);
     if constexpr (sizeof(T) == 2) {
-      E::template store<stream>(out + at, sum(at, low), sum(after, high));
+      if constexpr (source != Source::none) E::load(base + at, first, second);
+      add(first, low);
+      add(second, high);
+      E::template store<stream>(out + at, first, second);
     } else {
       if constexpr (source == Source::gathered) prefetch_to_l2(next + after);
-      E::template store<stream>(out + at, sum(at, low));
-      E::template store<stream>(out + after, sum(after, high));
+      if constexpr (source != Source::none) first = E::load(base + at), second = E::load(base + after);
+      add(first, low);
+      add(second, high);
+      E::template store<stream>(out + at, first);
+      E::template store<stream>(out + after, second);
     }
   });
 }
@@ -290,7 +337,7 @@ void forward_tokens(const ForwardParams& params, int64_t begin, int64_t end) {
   const int64_t chunks_in_pass = std::min(chunks, kTiles);
   const int64_t block = shared ? kTiles / chunks_in_pass : grid.seq;
   const bool fusable = !shared && can_fuse_rows<T>(params);
-  WaveTile<Real> tiles[kTiles];
+  WaveTile<T> tiles[kTiles];
   Walk walk(grid, block, begin), ahead = walk;
   int64_t next_token = begin;  // where `ahead` stands
   const auto next_base = [&](int64_t token) -> const T* {

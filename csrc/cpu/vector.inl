@@ -1,8 +1,10 @@
 // Fixed-width vectors of the instruction set in force, and how each element type enters and leaves them.
 //
 // Vector<Real> is kVectorBytes wide and supports arithmetic directly (GCC and Clang vector types). Storage types are
-// widened to their arithmetic type Real on load and rounded once on store; 16-bit types are stored two vectors at a
-// time, so that every store is a full vector.
+// widened to their arithmetic type Real on load and rounded once on store. 16-bit types come and go two vectors at a
+// time, so that every access is a full vector. Those of bfloat16 are split, the even elements in the first vector and
+// the odd ones in the second: a bfloat16 is the upper half of a float, so taking it apart and putting it together then
+// needs no element to change its lane.
 
 constexpr int64_t kVectorBytes = POSENC_VECTOR_BYTES;
 
@@ -116,28 +118,24 @@ POSENC_HD void interleave(FloatVector a, FloatVector b, FloatVector& first, Floa
 #endif
 }
 
+// (a0, a1, ...), (b0, ...) as (a0, a2, ..., b0, b2, ...) and the elements between them.
+POSENC_HD void deinterleave(FloatVector a, FloatVector b, FloatVector& even, FloatVector& odd) {
+#if POSENC_VECTOR_BYTES == 64
+  const __m512 x = bit_cast<__m512>(a), y = bit_cast<__m512>(b);
+  const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  even = bit_cast<FloatVector>(_mm512_permutex2var_ps(x, evens, y));
+  odd = bit_cast<FloatVector>(_mm512_permutex2var_ps(x, odds, y));
+#else
+  for (int64_t i = 0; i < kLanes<float> / 2; ++i) {
+    even[i] = a[2 * i], odd[i] = a[2 * i + 1];
+    even[i + kLanes<float> / 2] = b[2 * i], odd[i + kLanes<float> / 2] = b[2 * i + 1];
+  }
+#endif
+}
+
 // ---- element types
 // ---------------------------------------------------------------------------------------------------
-
-// By intrinsics: the compiler splits __builtin_convertvector into halves and puts them together again.
-POSENC_HD UintVector widen(HalfUintVector value) {
-#if POSENC_VECTOR_BYTES == 64
-  return bit_cast<UintVector>(_mm512_maskz_cvtepu16_epi32(__mmask16{0xFFFF}, bit_cast<__m256i>(value)));
-#elif POSENC_VECTOR_BYTES == 32
-  return bit_cast<UintVector>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(value)));
-#else
-  return __builtin_convertvector(value, UintVector);
-#endif
-}
-
-// The low halves of all lanes.
-POSENC_HD HalfUintVector narrow_bits(UintVector value) {
-#if POSENC_VECTOR_BYTES == 64
-  return bit_cast<HalfUintVector>(_mm512_maskz_cvtepi32_epi16(__mmask16{0xFFFF}, bit_cast<__m512i>(value)));
-#else
-  return __builtin_convertvector(value, HalfUintVector);
-#endif
-}
 
 POSENC_HD UintVector join(HalfUintVector first, HalfUintVector second) {
 #if POSENC_VECTOR_BYTES == 64
@@ -192,6 +190,7 @@ template <>
 struct Element<float> {
   using Real = float;
   using Vector = FloatVector;
+  static constexpr bool kSplit = false;
   POSENC_HD static Real get(float value) { return value; }
   POSENC_HD static float put(Real value) { return value; }
   POSENC_HD static Vector load(const float* from) { return load_bytes<Vector>(from); }
@@ -205,6 +204,7 @@ template <>
 struct Element<double> {
   using Real = double;
   using Vector = DoubleVector;
+  static constexpr bool kSplit = false;
   POSENC_HD static Real get(double value) { return value; }
   POSENC_HD static double put(Real value) { return value; }
   POSENC_HD static Vector load(const double* from) { return load_bytes<Vector>(from); }
@@ -218,28 +218,36 @@ template <>
 struct Element<BFloat16> {
   using Real = float;
   using Vector = FloatVector;
+  static constexpr bool kSplit = true;
   POSENC_HD static Real get(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
   POSENC_HD static BFloat16 put(Real value) { return {bfloat_of_float(value)}; }
-  POSENC_HD static Vector load(const BFloat16* from) {
-    return bit_cast<Vector>(widen(load_bytes<HalfUintVector>(from)) << 16);
+  POSENC_HD static void load(const BFloat16* from, Vector& even, Vector& odd) {
+    const UintVector both = load_bytes<UintVector>(from);
+    even = bit_cast<Vector>(both << 16);
+    odd = bit_cast<Vector>(both & 0xFFFF0000u);
   }
-  POSENC_HD static HalfUintVector narrow(Vector value) {
+  // In the upper half of each lane; what is left in the lower one is not zero.
+  POSENC_HD static UintVector round(Vector value) {
     const UintVector bits = bit_cast<UintVector>(value);
-    const UintVector rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
     const UintVector is_nan = bit_cast<UintVector>((bits & 0x7FFFFFFFu) > 0x7F800000u);
-    const UintVector result = (rounded & ~is_nan) | (is_nan & 0x7FC0u);
-    return narrow_bits(result);
+    const UintVector rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+    return (rounded & ~is_nan) | (is_nan & 0x7FC00000u);
   }
   template <bool stream>
-  POSENC_HD static void store(BFloat16* to, Vector first, Vector second) {
+  POSENC_HD static void store(BFloat16* to, Vector even, Vector odd) {
 #if defined(POSENC_HAVE_AVX512_BF16)
-    // The instruction flushes subnormal numbers and keeps the payload of a NaN, so those (0xA1) go the long way.
-    const __m512 low = bit_cast<__m512>(first), high = bit_cast<__m512>(second);
-    if (__builtin_expect((_mm512_fpclass_ps_mask(low, 0xA1) | _mm512_fpclass_ps_mask(high, 0xA1)) == 0, 1)) {
-      return store_bytes<stream>(to, bit_cast<UintVector>(_mm512_cvtne2ps_pbh(high, low)));
+    // One instruction rounds all, but it takes subnormal numbers for zero and keeps the payload of a NaN. So a result
+    // that is zero or NaN goes the long way: twice it, less one, is then at least 0xFF00.
+    const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(odd), bit_cast<__m512>(even)));
+    const __m512i test = _mm512_add_epi16(_mm512_add_epi16(halves, halves), _mm512_set1_epi16(-1));
+    if (__builtin_expect(_mm512_cmpge_epu16_mask(test, _mm512_set1_epi16(static_cast<short>(0xFF00))) == 0, 1)) {
+      alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+      const __m512i order = _mm512_load_si512(kOrder);
+      return store_bytes<stream>(to, bit_cast<UintVector>(_mm512_permutexvar_epi16(order, halves)));
     }
 #endif
-    store_bytes<stream>(to, join(narrow(first), narrow(second)));
+    store_bytes<stream>(to, (round(even) >> 16) | (round(odd) & 0xFFFF0000u));
   }
 };
 
@@ -247,6 +255,7 @@ template <>
 struct Element<Float16> {
   using Real = float;
   using Vector = FloatVector;
+  static constexpr bool kSplit = false;
   POSENC_HD static Real get(Float16 value) { return float_of_half(value.bits); }
   POSENC_HD static Float16 put(Real value) { return {half_of_float(value)}; }
   POSENC_HD static Vector load(const Float16* from) {
@@ -272,6 +281,10 @@ struct Element<Float16> {
     for (int64_t i = 0; i < kLanes<float>; ++i) halves[i] = half_of_float(value[i]);
     return halves;
 #endif
+  }
+  POSENC_HD static void load(const Float16* from, Vector& first, Vector& second) {
+    first = load(from);
+    second = load(from + kLanes<Real>);
   }
   template <bool stream>
   POSENC_HD static void store(Float16* to, Vector first, Vector second) {

@@ -1,0 +1,288 @@
+"""The CUDA kernels on the host: their source and nvcc's PTX of them, against the CPU backend, bit for bit.
+
+tests/cuda_on_cpu/README.md says what each way of running them sees.
+"""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cuda_on_cpu import build, ptx_to_cpp
+
+pytestmark = [
+    pytest.mark.skipif(build.nvcc() is None, reason="nvcc is neither in CUDA_HOME nor on PATH"),
+    pytest.mark.skipif(build.gxx() is None, reason="g++ is not on PATH"),
+    pytest.mark.skipif(not build.kernel_sources(), reason="no sources here (csrc/cuda)"),
+]
+
+ARCHITECTURES = (80, 90, 100)
+# TSan knows some thousand threads at a time, and is slow at them: `checks --few` asks for these kernels alone.
+NOT_FOR_TSAN = {"forward_float64.cu", "forward_float16.cu"}
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory) -> build.Builder:
+    builder = build.Builder(tmp_path_factory.mktemp("cuda_on_cpu"))
+    # Everything is asked for at once, so that no core waits for a test.
+    for source in build.kernel_sources():
+        for arch in ARCHITECTURES:
+            builder.ptx(source, arch)
+    for mode in ("asan", "plain"):
+        builder.kernels_from_source(mode)
+    builder.host_objects()
+    return builder
+
+
+def check(program: Path, *arguments: str, seed: int = 0) -> str:
+    status, output = build.run_program(program, *arguments, seed=seed)
+    assert status == 0, output[-6000:]
+    return output
+
+
+def tsan_sources() -> list[Path]:
+    return [source for source in build.kernel_sources() if source.name not in NOT_FOR_TSAN]
+
+
+# ---- the real kernels
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_source(builder, seed):
+    assert " 0 failed" in check(builder.source_program("plain"), seed=seed)
+
+
+def test_source_under_asan(builder):
+    assert " 0 failed" in check(builder.source_program("asan"))
+
+
+def test_source_under_tsan(builder):
+    objects = [builder.shim_object(source, "tsan") for source in tsan_sources()]
+    program = builder.link("source-tsan", [*objects, *builder.host_objects()], "tsan", partial=True)
+    assert " 0 failed" in check(program, "--few")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_ptx_under_asan(builder, arch):
+    assert " 0 failed" in check(builder.ptx_program(arch, "asan"))
+
+
+# ---- bugs put into the real kernels
+
+
+@dataclasses.dataclass
+class Seeded:
+    """One line of a real source, changed, and who must notice."""
+
+    name: str
+    file: str
+    unit: str  # the source that is compiled with the change
+    old: str
+    new: str
+    mode: str
+    group: str
+    caught: str
+
+
+SEEDED = [
+    Seeded("one token too far", "forward.cuh", "forward_bfloat16.cu", "for (; left > 0; --left) rows<1>",
+           "for (; left >= 0; --left) rows<1>", "asan", "forward: kernels", "AddressSanitizer: heap-buffer-overflow"),
+    Seeded("vectors at any address", "forward.cu", "forward.cu", "&& aligned(params.out)", "", "asan", "forward: views",
+           "misaligned address"),
+    Seeded("sine and cosine swapped", "forward.cuh", "forward_bfloat16.cu", "waves.values[0][2 * i] = sines[i]",
+           "waves.values[0][2 * i] = cosines[i]", "plain", "forward: kernels", "FAILED"),
+    Seeded("every thread of a block does all its lanes", "forward.cuh", "forward_bfloat16.cu",
+           "int64_t lane = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t lane = blockIdx.x", "tsan",
+           "forward: kernels", "data race"),
+    Seeded("blocks do each other's slots", "backward.cuh", "backward.cu",
+           "int64_t slot = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t slot = threadIdx.y", "tsan",
+           "backward: several blocks", "data race"),
+    Seeded("the first bad id without a lock", "bad_id.cuh", "check_ids.cu",
+           "while (atomicCAS(&check.record->locked, 0u, 1u) != 0u) {\n  }", "", "tsan", "search", "data race"),
+    Seeded("the last token of a run is left out", "backward.cuh", "backward.cu", "static_cast<int32_t>(at + 1)",
+           "static_cast<int32_t>(at)", "plain", "backward: patterns", "FAILED"),
+]  # fmt: skip
+
+
+def seeded_program(builder: build.Builder, bug: Seeded, folder: Path) -> Path:
+    csrc = folder / "csrc"
+    shutil.copytree(build.CSRC, csrc)
+    changed = csrc / "cuda" / bug.file
+    text = changed.read_text()
+    assert text.count(bug.old) >= 1, f"{bug.file} has no {bug.old!r} any more"
+    changed.write_text(text.replace(bug.old, bug.new))
+    sources = tsan_sources() if bug.mode == "tsan" else build.kernel_sources()
+    objects = [
+        builder.shim_object(csrc / "cuda" / source.name, bug.mode, csrc=csrc)
+        if source.name == bug.unit
+        else builder.shim_object(source, bug.mode)
+        for source in sources
+    ]
+    name = re.sub(r"\W+", "-", f"seeded-{bug.name}")
+    return builder.link(name, [*objects, *builder.host_objects()], bug.mode, partial=bug.mode == "tsan")
+
+
+@pytest.mark.parametrize("bug", SEEDED, ids=lambda bug: bug.name)
+def test_seeded_bug_is_caught(builder, bug, tmp_path):
+    program = seeded_program(builder, bug, tmp_path)
+    few = ["--few"] if bug.mode == "tsan" else []
+    status, output = build.run_program(program, *few, "--only", bug.group)
+    assert status != 0
+    assert bug.caught in output, output[-3000:]
+
+
+# ---- the shim and the translator, on sample kernels
+
+MODES = ("plain", "asan", "tsan")
+
+
+@pytest.mark.parametrize("arch", [None, *ARCHITECTURES], ids=lambda arch: f"ptx {arch}" if arch else "source")
+@pytest.mark.parametrize("mode", MODES)
+def test_samples(builder, mode, arch):
+    for seed in (0, 1, 2):
+        check(builder.sample_program(mode, arch), seed=seed)
+
+
+# Who must catch which wrong kernel: every build, or the one named.
+WRONG = {
+    "reads_too_far": ("asan", "AddressSanitizer: heap-buffer-overflow"),
+    "writes_too_far": ("asan", "AddressSanitizer: heap-buffer-overflow"),
+    "loads_vectors_anywhere": ("asan", "misaligned a"),
+    "overruns_shared": ("asan", "index 32 out of bounds|AddressSanitizer: heap-buffer-overflow"),
+    "reads_unwritten_shared": (None, "FAILED a value from shared memory"),
+    "leaves_out_barrier": ("tsan", "data race"),
+    "leaves_out_second_barrier": ("tsan", "data race"),
+    "ends_before_barrier": (None, "waits at __syncthreads that another left out"),
+    "waits_at_two_barriers": (None, "wait at different __syncthreads"),
+    "names_absent_lanes": (None, "names a lane that has ended"),
+    "reads_outside_mask": (None, "reads a lane outside its mask"),
+    "adds_in_block": ("tsan", "data race"),
+    "adds_across_blocks": ("tsan", "data race"),
+    "adds_across_blocks_with_barriers": ("tsan", "data race"),
+    "publishes_without_fence": ("tsan", "data race"),
+    "waits_for_another": (None, "spins on an atomic"),
+    "adds_to_half_an_atomic": (None, "misaligned atomic"),
+    "no_blocks": (None, "the grid has no blocks"),
+    "too_many_threads": (None, "more than a block can have"),
+    "grid_beyond_32_bits": (None, "exceeds 32 bits"),
+    "dynamic_shared_memory": (None, "dynamic shared memory is not modelled"),
+}
+
+
+@pytest.mark.parametrize("arch", [None, 90], ids=("source", "ptx"))
+@pytest.mark.parametrize("kernel", WRONG)
+def test_wrong_sample_is_caught(builder, kernel, arch):
+    mode, said = WRONG[kernel]
+    for tried in (mode,) if mode else MODES:
+        status, output = build.run_program(builder.sample_program(tried, arch), kernel)
+        assert status != 0
+        assert re.search(said, output), output[-3000:]
+
+
+def test_launch_bounds_hold_in_ptx(builder):
+    status, output = build.run_program(builder.sample_program("asan", 90), "more_threads_than_launch_bounds")
+    assert status != 0
+    assert "larger than __launch_bounds__ allows" in output
+
+
+def test_plain_shared_memory_does_not_compile(builder, tmp_path):
+    source = tmp_path / "plain_shared.cu"
+    source.write_text(
+        '#include "cuda_shim.h"\n__global__ void kernel() { __shared__ float values[4]; values[0] = 1; }\n'
+    )
+    with pytest.raises(build.BuildError, match="POSENC_SHARED"):
+        builder.shim_object(source, "plain").result()
+
+
+# ---- the translator alone
+
+
+def kernel(body: str, parameters: str = ".param .u64 p0") -> str:
+    return f""".version 9.0
+.target sm_80
+.address_size 64
+.visible .entry sample({parameters})
+{{
+  .reg .pred %p<4>;
+  .reg .b16 %rs<4>;
+  .reg .b32 %r<4>;
+  .reg .f32 %f<4>;
+  .reg .b64 %rd<4>;
+  .reg .f64 %fd<4>;
+  {body}
+  ret;
+}}
+"""
+
+
+KNOWN = [
+    "add.s32 %r1, %r2, 5;",
+    "add.rn.f32 %f1, %f2, 0f3F800000;",
+    "fma.rn.f64 %fd1, %fd2, %fd3, 0d3FF0000000000000;",
+    "@!%p1 mov.u32 %r1, %tid.x;",
+    "setp.lt.and.s32 %p1|%p2, %r1, -1, !%p3;",
+    "ld.global.nc.L1::no_allocate.v4.u32 {%r0, %r1, %r2, %r3}, [%rd1+-16];",
+    "cvt.rni.s32.f32 %r1, %f1;",
+    "{ .reg .b16 low, high; mov.b32 {low, high}, %r1; mov.b32 %r2, {high, low}; }",
+    "prmt.b32 %r1, %r2, %r3, 0x5410;",
+]
+
+
+@pytest.mark.parametrize("instruction", KNOWN)
+def test_translator_takes(instruction):
+    assert set(ptx_to_cpp.translate(kernel(instruction))) == {"sample"}
+
+
+UNKNOWN = {
+    "opcode": "frobnicate.s32 %r1, %r2;",
+    "modifier": "add.sat.s32 %r1, %r2, %r3;",
+    "flush to zero": "add.rn.ftz.f32 %f1, %f2, %f3;",
+    "addition that ptxas may fuse": "add.f32 %f1, %f2, %f3;",
+    "multiplication that ptxas may fuse": "mul.f64 %fd1, %fd2, %fd3;",
+    "rounding": "cvt.rz.f32.s32 %f1, %r1;",
+    "approximate division": "div.full.f32 %f1, %f2, %f3;",
+    "approximate sine": "sin.approx.f32 %f1, %f2;",
+    "float to integer without rounding": "cvt.s32.f32 %r1, %f1;",
+    "type": "add.f16 %rs1, %rs2, %rs3;",
+    "register": "add.s32 %r1, %r2, %r9;",
+    "narrow register": "mov.b64 %rd1, %r1;",
+    "symbol": "mov.u64 %rd1, somewhere;",
+    "missing operand": "add.s32 %r1, %r2;",
+    "call": "call.uni function, (%rd1);",
+    "named barrier": "bar.sync 1;",
+    "part of a block at a barrier": "bar.sync 0, 64;",
+    "directive": ".weird 1;",
+    "dynamic shared memory": ".extern .shared .align 4 .b8 memory[];",
+    "active lanes": "activemask.b32 %r1;",
+    "state space": "ld.const.u32 %r1, [%rd1];",
+}
+
+
+@pytest.mark.parametrize("instruction", UNKNOWN.values(), ids=UNKNOWN)
+def test_translator_refuses(instruction):
+    with pytest.raises(ptx_to_cpp.TranslationError):
+        ptx_to_cpp.translate(kernel(instruction))
+
+
+def test_translator_refuses_what_is_outside_kernels():
+    with pytest.raises(ptx_to_cpp.TranslationError):
+        ptx_to_cpp.translate(kernel("") + ".visible .func other() { ret; }")
+
+
+def test_translator_refuses_small_structs():
+    with pytest.raises(ptx_to_cpp.TranslationError):
+        ptx_to_cpp.translate(kernel("", ".param .align 8 .b8 p0[16]"))
+
+
+def test_real_ptx_leaves_no_rounding_to_ptxas(builder):
+    """Every addition and multiplication of numbers says how it rounds, so ptxas cannot fuse them."""
+
+    def arithmetic(source: Path) -> Iterator[str]:
+        text = builder.ptx(source, 80).result().read_text()
+        return re.findall(r"\b(?:add|sub|mul|mad|fma)\.[\w.]*f(?:32|64)\b", text)
+
+    found = {opcode for source in build.kernel_sources() for opcode in arithmetic(source)}
+    assert found
+    assert all(".rn." in opcode for opcode in found)
