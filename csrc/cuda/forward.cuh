@@ -64,8 +64,8 @@ enum class Mode {
 template <class T>
 constexpr int kRowsInFlight = sizeof(T) == 8 ? 2 : 4;
 constexpr int kForwardThreads = 256;
-constexpr int kForwardBlocks =
-    2;  // on one multiprocessor at least; asked for so that the compiler does not spill to fit more
+// On one multiprocessor at least; asked for because the compiler may otherwise spill to fit more.
+constexpr int kForwardBlocks = 2;
 
 template <class T, Columns columns>
 constexpr int kPairs = columns == Columns::halves ? kVector<T> : kVector<T> / 2;
@@ -290,8 +290,8 @@ struct UnitWalk {
     char* out;
 
     __device__ __forceinline__ Cursor(const UnitWalk& walk, int64_t lane, int64_t step)
-        : id(walk.args.ids + walk.args.id_strides.at(lane, step)),
-          position(walk.args.positions + walk.args.position_strides.at(lane, step)),
+        : id(source == Source::gathered ? walk.args.ids + walk.args.id_strides.at(lane, step) : nullptr),
+          position(mode != Mode::shared ? walk.args.positions + walk.args.position_strides.at(lane, step) : nullptr),
           base(source == Source::dense ? walk.table + walk.args.base_strides.at(lane, step) : walk.table),
           out(walk.args.out + walk.column + walk.args.out_strides.at(lane, step)) {}
     __device__ __forceinline__ void next(const ForwardArgs& args) {
