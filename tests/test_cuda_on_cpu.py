@@ -4,6 +4,7 @@ tests/cuda_on_cpu/README.md says what each way of running them sees.
 """
 
 import dataclasses
+import functools
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,22 +19,27 @@ pytestmark = [
     pytest.mark.skipif(not build.kernel_sources(), reason="no sources here (csrc/cuda)"),
 ]
 
+MODES = ("plain", "asan", "tsan")
 ARCHITECTURES = (80, 90, 100)
 # TSan knows some thousand threads at a time, and is slow at them: `checks --few` asks for these kernels alone.
 NOT_FOR_TSAN = {"forward_float64.cu", "forward_float16.cu"}
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory) -> build.Builder:
+def builder(tmp_path_factory) -> Iterator[build.Builder]:
     builder = build.Builder(tmp_path_factory.mktemp("cuda_on_cpu"))
-    # Everything is asked for at once, so that no core waits for a test.
-    for source in build.kernel_sources():
-        for arch in ARCHITECTURES:
-            builder.ptx(source, arch)
-    for mode in ("asan", "plain"):
-        builder.kernels_from_source(mode)
-    builder.host_objects()
-    return builder
+    # Compiling is most of the time, so it is asked for ahead, in the order of the tests.
+    builder.prefetch(
+        builder.host_objects,
+        lambda: builder.kernels_from_source("plain"),
+        lambda: builder.kernels_from_source("asan"),
+        lambda: builder.kernels_from_source("tsan", tsan_sources()),
+        lambda: [builder.ptx(source, arch) for arch in ARCHITECTURES for source in build.kernel_sources()],
+        *[functools.partial(builder.kernels_from_ptx, arch, "asan") for arch in ARCHITECTURES],
+        *[functools.partial(builder.sample_objects, mode) for mode in MODES],
+    )
+    yield builder
+    builder.close()
 
 
 def check(program: Path, *arguments: str, seed: int = 0) -> str:
@@ -59,7 +65,7 @@ def test_source_under_asan(builder):
 
 
 def test_source_under_tsan(builder):
-    objects = [builder.shim_object(source, "tsan") for source in tsan_sources()]
+    objects = builder.kernels_from_source("tsan", tsan_sources())
     program = builder.link("source-tsan", [*objects, *builder.host_objects()], "tsan", partial=True)
     assert " 0 failed" in check(program, "--few")
 
@@ -87,8 +93,8 @@ class Seeded:
 
 
 SEEDED = [
-    Seeded("one token too far", "forward.cuh", "forward_bfloat16.cu", "for (; left > 0; --left) rows<1>",
-           "for (; left >= 0; --left) rows<1>", "asan", "forward: kernels", "AddressSanitizer: heap-buffer-overflow"),
+    Seeded("one token too far", "backward.cuh", "backward.cu", "for (; at < last; ++at)", "for (; at <= last; ++at)",
+           "asan", "backward: patterns", "AddressSanitizer: heap-buffer-overflow|use-after-poison"),
     Seeded("vectors at any address", "forward.cu", "forward.cu", "&& aligned(params.out)", "", "asan", "forward: views",
            "misaligned address"),
     Seeded("sine and cosine swapped", "forward.cuh", "forward_bfloat16.cu", "waves.values[0][2 * i] = sines[i]",
@@ -99,8 +105,8 @@ SEEDED = [
     Seeded("blocks do each other's slots", "backward.cuh", "backward.cu",
            "int64_t slot = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t slot = threadIdx.y", "tsan",
            "backward: several blocks", "data race"),
-    Seeded("the first bad id without a lock", "bad_id.cuh", "check_ids.cu",
-           "while (atomicCAS(&check.record->locked, 0u, 1u) != 0u) {\n  }", "", "tsan", "search", "data race"),
+    Seeded("plain accesses to the record of bad ids", "bad_id.cuh", "check_ids.cu", "volatile BadId* const record",
+           "BadId* const record", "tsan", "search", "data race"),
     Seeded("the last token of a run is left out", "backward.cuh", "backward.cu", "static_cast<int32_t>(at + 1)",
            "static_cast<int32_t>(at)", "plain", "backward: patterns", "FAILED"),
 ]  # fmt: skip
@@ -130,12 +136,10 @@ def test_seeded_bug_is_caught(builder, bug, tmp_path):
     few = ["--few"] if bug.mode == "tsan" else []
     status, output = build.run_program(program, *few, "--only", bug.group)
     assert status != 0
-    assert bug.caught in output, output[-3000:]
+    assert re.search(bug.caught, output), output[-3000:]
 
 
 # ---- the shim and the translator, on sample kernels
-
-MODES = ("plain", "asan", "tsan")
 
 
 @pytest.mark.parametrize("arch", [None, *ARCHITECTURES], ids=lambda arch: f"ptx {arch}" if arch else "source")

@@ -161,6 +161,7 @@ struct ColumnSums {
 #pragma unroll
       for (int i = 0; i < kGradientsInFlight; ++i) add(raw[i], sums);
     }
+#pragma unroll 1  // a few at most
     for (; at < last; ++at) add(load(at), sums);
   }
 

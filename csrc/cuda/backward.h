@@ -1,6 +1,8 @@
 // The weight gradient on a GPU, in scratch memory that the caller allocates.
 #pragma once
 
+#include <cstddef>
+
 #include "../params.h"
 #include "launch.h"
 
@@ -15,8 +17,8 @@ constexpr int64_t kMostGradientRows = (int64_t{1} << 32) - 2;
 struct GradientScratch {
   uint32_t *keys = nullptr, *sorted_keys = nullptr;
   int32_t *tokens = nullptr, *order = nullptr;
-  int32_t *begin = nullptr, *end = nullptr;
-  int32_t* head_counts = nullptr;  // sparse
+  int32_t *begin = nullptr, *end = nullptr;  // side by side, to be cleared at once
+  int32_t* head_counts = nullptr;            // sparse
   void* partial = nullptr;
   void* temporary = nullptr;  // of the sort and the scan
   size_t temporary_bytes = 0;

@@ -23,7 +23,10 @@ __device__ __forceinline__ bool in_table(int64_t id, int64_t rows) {
 __device__ __forceinline__ void record_bad_id(const IdCheck& check, int64_t place, int64_t id) {
   volatile BadId* const record = check.record;
   // Where everything is bad, most threads come too late, and need not queue to learn it.
-  if (record->found != 0u && record->call == check.call && record->place < place) return;
+  if (record->found != 0u && record->call == check.call) {
+    __threadfence();  // the place is written before the call, and must be read after it
+    if (record->place < place) return;
+  }
   while (atomicCAS(&check.record->locked, 0u, 1u) != 0u) {
   }
   __threadfence();

@@ -348,6 +348,7 @@ struct UnitWalk {
     Cursor cursor(*this, lane, first);
     int left = static_cast<int>(last - first);
     for (; left >= kRowsInFlight<T>; left -= kRowsInFlight<T>) rows<kRowsInFlight<T>>(cursor, waves, scales);
+#pragma unroll 1  // a few at most
     for (; left > 0; --left) rows<1>(cursor, waves, scales);
   }
 

@@ -1,0 +1,1 @@
+"""The CUDA kernels on a machine without a GPU; see README.md."""

@@ -1,0 +1,459 @@
+// The weight gradient, dense and by runs.
+#include <algorithm>
+#include <functional>
+#include <map>
+
+#include "checks.h"
+#include "cuda/backward.h"
+
+// There if this program was linked with ASan.
+extern "C" {
+void __attribute__((weak)) __asan_poison_memory_region(const volatile void* begin, size_t bytes);
+void __attribute__((weak)) __asan_unpoison_memory_region(const volatile void* begin, size_t bytes);
+}
+
+namespace checks {
+namespace {
+
+using namespace posenc;
+
+struct BackwardCase {
+  Dtype dtype = Dtype::float32;
+  std::string pattern = "uniform";
+  int64_t tokens = 50, rows = 12, width = 16;
+  int64_t padding_idx = -1;
+  bool scale_by_frequency = false;
+  bool wide_ids = true;
+  int64_t grad_shift = 0, grad_gap = 0, column_stride = 1, out_shift = 0;
+  bool expanded_tokens = false;  // stride 0
+  int64_t bad_ids = 0;
+  int64_t resident_threads = 4096;
+  uint64_t seed = 1;
+
+  std::string text() const;
+};
+
+std::string BackwardCase::text() const {
+  std::string result = std::string(name_of(dtype)) + " " + pattern;
+  const std::pair<const char*, int64_t> numbers[] = {{"tokens", tokens},
+                                                     {"rows", rows},
+                                                     {"width", width},
+                                                     {"padding", padding_idx},
+                                                     {"by frequency", scale_by_frequency},
+                                                     {"wide ids", wide_ids},
+                                                     {"grad shift", grad_shift},
+                                                     {"grad gap", grad_gap},
+                                                     {"column stride", column_stride},
+                                                     {"out shift", out_shift},
+                                                     {"expanded", expanded_tokens},
+                                                     {"bad ids", bad_ids},
+                                                     {"resident", resident_threads},
+                                                     {"seed", static_cast<int64_t>(seed)}};
+  for (const auto& [name, value] : numbers) result += std::string(", ") + name + " " + std::to_string(value);
+  return result;
+}
+
+// ---- ids
+
+std::vector<int64_t> uniform_ids(const BackwardCase& what, Random& random) {
+  std::vector<int64_t> ids(what.tokens);
+  for (int64_t& id : ids) id = random.below(what.rows);
+  return ids;
+}
+
+std::vector<int64_t> one_hot_ids(const BackwardCase& what, Random&) {
+  return std::vector<int64_t>(what.tokens, what.rows - 1);
+}
+
+std::vector<int64_t> half_hot_ids(const BackwardCase& what, Random& random) {
+  std::vector<int64_t> ids = uniform_ids(what, random);
+  for (int64_t& id : ids)
+    if (random.below(2) == 0) id = what.rows / 2;
+  return ids;
+}
+
+// Runs of the lengths around one, two and three pieces, in scattered order.
+std::vector<int64_t> piece_ids(const BackwardCase& what, Random& random) {
+  const int64_t lengths[] = {63, 64, 65, 1, 127, 128, 129, 2, 191, 193, 3, 64};
+  std::vector<int64_t> ids;
+  for (int64_t row = 0; static_cast<int64_t>(ids.size()) < what.tokens; ++row)
+    ids.insert(ids.end(), lengths[row % 12], row % what.rows);
+  ids.resize(what.tokens);
+  for (int64_t i = what.tokens - 1; i > 0; --i) std::swap(ids[i], ids[random.below(i + 1)]);
+  return ids;
+}
+
+std::vector<int64_t> distinct_ids(const BackwardCase& what, Random&) {
+  std::vector<int64_t> ids(what.tokens);
+  for (int64_t i = 0; i < what.tokens; ++i) ids[i] = (i * 7) % what.rows;
+  return ids;
+}
+
+using Pattern = std::vector<int64_t> (*)(const BackwardCase&, Random&);
+const std::map<std::string, Pattern> kPatterns = {{"uniform", uniform_ids},
+                                                  {"one hot", one_hot_ids},
+                                                  {"half hot", half_hot_ids},
+                                                  {"pieces", piece_ids},
+                                                  {"distinct", distinct_ids}};
+
+// ---- one call
+
+class BackwardTensors {
+ public:
+  explicit BackwardTensors(const BackwardCase& what)
+      : case_(what),
+        random_(what.seed),
+        ids_(some_ids()),
+        ids_tensor_(ids_, what.wide_ids),
+        grad_(what.dtype, extent()) {
+    grad_.fill(random_);
+    tokens.ids = ids_tensor_.view();
+    tokens.count = what.tokens;
+    tokens.rows = what.rows;
+    tokens.padding_idx = what.padding_idx;
+    params.dtype = what.dtype;
+    params.grad = grad_.at(what.grad_shift);
+    params.token_stride = token_stride();
+    params.column_stride = what.column_stride;
+    params.width = what.width;
+    params.rows = what.rows;
+    params.scale_by_frequency = what.scale_by_frequency;
+    params.token_scale = 5.656854249492381;
+    find_runs();
+  }
+
+  Elements new_out(int64_t rows) const { return Elements(case_.dtype, case_.out_shift + rows * case_.width); }
+  int64_t runs() const { return static_cast<int64_t>(run_rows.size()); }
+  Runs reference_runs(const std::vector<int64_t>& rows) const {
+    return {runs(), order_.data(), start_.data(), rows.data()};
+  }
+  int64_t first_bad_place() const { return first_bad_; }
+  int64_t id(int64_t place) const { return ids_[place]; }
+
+  GradientTokens tokens;
+  BackwardParams params;
+  std::vector<int64_t> run_rows;
+
+ private:
+  int64_t token_stride() const {
+    return case_.expanded_tokens ? 0 : (case_.width - 1) * case_.column_stride + 1 + case_.grad_gap;
+  }
+  int64_t extent() const {
+    if (case_.tokens == 0) return case_.grad_shift;
+    return case_.grad_shift + (case_.tokens - 1) * token_stride() + (case_.width - 1) * case_.column_stride + 1;
+  }
+
+  std::vector<int64_t> some_ids() {
+    std::vector<int64_t> ids = kPatterns.at(case_.pattern)(case_, random_);
+    const int64_t bad[] = {-1, case_.rows, INT32_MIN, INT32_MAX, (int64_t{1} << 32) + 2, INT64_MIN};
+    for (int64_t i = 0; i < case_.bad_ids; ++i)
+      ids[random_.below(case_.tokens)] = bad[random_.below(case_.wide_ids ? 6 : 4)];
+    return ids;
+  }
+
+  bool good(int64_t id) const { return id >= 0 && id < case_.rows; }
+
+  void find_runs() {
+    for (int64_t token = 0; token < case_.tokens; ++token) {
+      if (!good(ids_[token]) && first_bad_ < 0) first_bad_ = token;
+      if (good(ids_[token]) && ids_[token] != case_.padding_idx) order_.push_back(token);
+    }
+    std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return ids_[a] < ids_[b]; });
+    for (size_t i = 0; i < order_.size(); ++i) {
+      if (i != 0 && ids_[order_[i]] == ids_[order_[i - 1]]) continue;
+      start_.push_back(static_cast<int64_t>(i));
+      run_rows.push_back(ids_[order_[i]]);
+    }
+    start_.push_back(static_cast<int64_t>(order_.size()));
+  }
+
+  const BackwardCase case_;
+  Random random_;
+  std::vector<int64_t> ids_;
+  IntegerTensor ids_tensor_;
+  Elements grad_;
+  std::vector<int64_t> order_, start_;
+  int64_t first_bad_ = -1;
+};
+
+// The scratch memory of a call. What lies between its parts is out of bounds, but between `begin` and `end`, which are
+// cleared together.
+class Scratch {
+ public:
+  Scratch(const BackwardTensors& tensors, bool sparse)
+      : layout(tensors.tokens, tensors.params, sparse),
+        memory_(std::aligned_alloc(kAlignment, std::max(layout.bytes, kAlignment))) {
+    std::memset(memory_, 0xFF, layout.bytes);
+    layout.place(memory_);
+    for (const auto& [begin, end] : gaps(parts(tensors, sparse)))
+      if (__asan_poison_memory_region) __asan_poison_memory_region(begin, end - begin);
+  }
+  ~Scratch() {
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(memory_, layout.bytes);
+    std::free(memory_);
+  }
+  Scratch(const Scratch&) = delete;
+
+  cuda::GradientScratch layout;
+
+ private:
+  using Part = std::pair<const char*, const char*>;  // begin, end
+  static constexpr int64_t kAlignment = 256;         // of what torch allocates, and more
+
+  std::vector<Part> parts(const BackwardTensors& tensors, bool sparse) const {
+    const int64_t count = tensors.tokens.count, runs = sparse ? count : tensors.tokens.rows;
+    const int64_t real = tensors.params.dtype == Dtype::float64 ? 8 : 4;
+    std::vector<Part> result;
+    const auto add = [&](const void* first, const void* last, int64_t bytes) {
+      if (bytes > 0) result.emplace_back(static_cast<const char*>(first), static_cast<const char*>(last) + bytes);
+    };
+    for (const void* part : {static_cast<const void*>(layout.keys), static_cast<const void*>(layout.sorted_keys),
+                             static_cast<const void*>(layout.tokens), static_cast<const void*>(layout.order)})
+      add(part, part, 4 * count);
+    add(layout.begin, layout.end, 4 * runs);
+    if (sparse) add(layout.head_counts, layout.head_counts, 4 * count);
+    add(layout.partial, layout.partial, (count / kSumPiece + 1) * tensors.params.width * real);
+    add(layout.temporary, layout.temporary, static_cast<int64_t>(layout.temporary_bytes));
+    return result;
+  }
+
+  // Also checks that the parts are aligned, in bounds and apart.
+  std::vector<Part> gaps(std::vector<Part> parts) const {
+    const char* const end = static_cast<const char*>(memory_) + layout.bytes;
+    parts.emplace_back(end, end);
+    std::sort(parts.begin(), parts.end());
+    bool apart = parts[0].first == memory_;
+    std::vector<Part> result;
+    for (size_t i = 0; i + 1 < parts.size(); ++i) {
+      apart &= parts[i].second <= parts[i + 1].first && reinterpret_cast<uintptr_t>(parts[i].first) % 16 == 0;
+      result.emplace_back(parts[i].second, parts[i + 1].first);
+    }
+    expect(apart, "the parts of the scratch memory are aligned and apart");
+    return apart ? result : std::vector<Part>{};
+  }
+
+  void* memory_;
+};
+
+void expect_record(const BackwardCase& what, const BackwardTensors& tensors, const Device& device) {
+  const int64_t first = tensors.first_bad_place();
+  expect(first < 0 ? device.recorded_nothing() : device.recorded(first, tensors.id(first), what.rows),
+         what.text() + ": the record of bad ids");
+}
+
+void check_dense(const BackwardCase& what) {
+  BackwardTensors tensors(what);
+  Elements expected = tensors.new_out(what.rows), got = tensors.new_out(what.rows);
+  BackwardParams params = tensors.params;
+  params.runs = tensors.reference_runs(tensors.run_rows);
+  params.out = expected.at(what.out_shift);
+  cpu::backward(params, run_serially);
+  params.runs = {};
+  params.out = got.at(what.out_shift);
+  const Scratch scratch(tensors, false);
+  const Device device(what.resident_threads, 9);
+  cuda::backward(tensors.tokens, params, scratch.layout, device.launch);
+  const int64_t at = expected.first_difference(got);
+  expect(at < 0, what.text() + ", dense: element " + std::to_string(at) + " differs");
+  expect_record(what, tensors, device);
+}
+
+void check_sparse(const BackwardCase& what) {
+  BackwardTensors tensors(what);
+  const int64_t runs = tensors.runs();
+  std::vector<int64_t> numbers(runs);
+  for (int64_t i = 0; i < runs; ++i) numbers[i] = i;
+  Elements expected = tensors.new_out(runs), got = tensors.new_out(runs);
+  BackwardParams params = tensors.params;
+  params.rows = runs;
+  params.runs = tensors.reference_runs(numbers);
+  params.out = expected.at(what.out_shift);
+  cpu::backward(params, run_serially);
+  params.runs = {};
+  params.out = got.at(what.out_shift);
+  const Scratch scratch(tensors, true);
+  const Device device(what.resident_threads, 9);
+  cuda::number_runs(tensors.tokens, scratch.layout, device.launch);
+  const int64_t counted = what.tokens == 0 ? 0 : scratch.layout.head_counts[what.tokens - 1];
+  expect(counted == runs, what.text() + ", sparse: number of runs " + std::to_string(counted));
+  if (counted != runs) return;
+  Buffer<int64_t> rows(runs);
+  cuda::backward_of_runs(tensors.tokens, params, scratch.layout, rows.data(), device.launch);
+  expect(std::equal(rows.data(), rows.data() + runs, tensors.run_rows.begin()), what.text() + ", sparse: rows");
+  const int64_t at = expected.first_difference(got);
+  expect(at < 0, what.text() + ", sparse: element " + std::to_string(at) + " differs");
+  expect_record(what, tensors, device);
+}
+
+void check_both(const BackwardCase& what) {
+  check_dense(what);
+  check_sparse(what);
+}
+
+// ---- groups
+
+constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float64, Dtype::float16};
+
+std::vector<Dtype> dtypes(const Options& options) {
+  return {std::begin(kDtypes), std::begin(kDtypes) + (options.few ? 2 : 4)};
+}
+
+void check_patterns(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const auto& [pattern, make] : kPatterns)
+      for (const int64_t tokens : {1, 2, 63, 64, 65, 66, 128, 129, 130, 300, 320, 576, 700})
+        for (const int64_t width : {16, 5}) {
+          if (options.few && (tokens > 130 || width == 5)) continue;
+          BackwardCase what{dtype, pattern, tokens};
+          what.width = width;
+          what.rows = tokens % 2 == 0 ? 12 : 40;
+          what.scale_by_frequency = tokens % 3 == 0;
+          what.padding_idx = tokens % 4 == 1 ? what.rows / 2 : -1;
+          what.resident_threads = tokens % 5 == 0 ? 1 : 2048;
+          check_both(what);
+        }
+}
+
+void check_views(const Options& options) {
+  for (const Dtype dtype : dtypes(options)) {
+    const int64_t vector = 16 / size_of(dtype);
+    BackwardCase plain{dtype, "pieces", 200};
+    plain.width = 16;
+    const auto check_with = [&](const auto& change) {
+      BackwardCase what = plain;
+      change(what);
+      check_both(what);
+    };
+    check_with([](BackwardCase& c) { c.grad_shift = 1; });
+    check_with([](BackwardCase& c) { c.out_shift = 1; });
+    check_with([](BackwardCase& c) { c.grad_gap = 1; });
+    check_with([&](BackwardCase& c) { c.grad_gap = vector, c.grad_shift = vector, c.out_shift = vector; });
+    check_with([](BackwardCase& c) { c.column_stride = 2; });
+    check_with([](BackwardCase& c) { c.column_stride = 0; });
+    check_with([](BackwardCase& c) { c.expanded_tokens = true; });
+    check_with([](BackwardCase& c) { c.expanded_tokens = true, c.column_stride = 0; });
+    check_with([](BackwardCase& c) { c.expanded_tokens = true, c.width = 7; });
+    check_with([](BackwardCase& c) { c.wide_ids = false; });
+  }
+}
+
+void check_widths(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const int64_t width : {1, 2, 3, 8, 24, 31, 32, 40, 130, 300, 1040, 2080}) {
+      if (options.few && width > 40) continue;
+      BackwardCase what{dtype, "half hot", 140};
+      what.width = width;
+      what.rows = 5;
+      what.resident_threads = width % 3 == 0 ? 600 : 4096;
+      check_both(what);
+    }
+}
+
+// Several blocks of rows and of pieces, of which TSan sees whether they keep to their own.
+void check_several_blocks(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const bool one_hot : {false, true})
+      for (const int64_t width : {33, 72}) {
+        BackwardCase what{dtype, one_hot ? "one hot" : "uniform", 330};
+        what.rows = 20;
+        what.width = width;
+        what.grad_shift = 1;
+        check_both(what);
+      }
+}
+
+// Rows and tokens that fill the grid exactly, one less, one more, where it is capped.
+void check_grid_strides(const Options& options) {
+  for (const int64_t rows : {1, 127, 128, 129, 255, 256, 257, 513}) {
+    if (options.few && rows > 129) continue;
+    for (const std::string pattern : {"uniform", "distinct"})
+      for (const int64_t resident : {1, 300}) {
+        BackwardCase what{Dtype::bfloat16, pattern, rows};
+        what.rows = rows;
+        what.width = 8;
+        what.resident_threads = resident;
+        check_both(what);
+      }
+  }
+  if (options.few) return;
+  BackwardCase many_rounds{Dtype::float32, "uniform", 3000};
+  many_rounds.rows = 1500;
+  many_rounds.width = 4;
+  many_rounds.resident_threads = 1;
+  check_both(many_rounds);
+  many_rounds.wide_ids = false;
+  check_both(many_rounds);
+}
+
+void check_bad_ids(const Options& options) {
+  Random random(31);
+  for (const Dtype dtype : dtypes(options))
+    for (const auto& [pattern, make] : kPatterns)
+      for (const bool wide : {true, false}) {
+        BackwardCase what{dtype, pattern, 150};
+        what.wide_ids = wide;
+        what.bad_ids = 1 + random.below(5);
+        what.padding_idx = random.below(3) - 1;
+        what.seed = random.bits();
+        check_both(what);
+      }
+  BackwardCase all_bad;
+  all_bad.tokens = 4;
+  all_bad.bad_ids = 200;
+  check_both(all_bad);
+}
+
+void check_small_calls(const Options& options) {
+  for (const Dtype dtype : dtypes(options)) {
+    BackwardCase empty{dtype};
+    empty.tokens = 0;
+    check_both(empty);
+    BackwardCase all_padding{dtype, "one hot", 100};
+    all_padding.padding_idx = all_padding.rows - 1;
+    check_both(all_padding);
+    BackwardCase one_row{dtype, "uniform", 70, 1};
+    check_both(one_row);
+    BackwardCase one_token{dtype, "uniform", 1, 1, 1};
+    check_both(one_token);
+  }
+}
+
+void check_mixtures(const Options& options) {
+  Random random(99);
+  for (int i = 0; i < (options.few ? 15 : 150); ++i) {
+    const auto one_in = [&](int64_t n) { return random.below(n) == 0; };
+    auto pattern = kPatterns.begin();
+    std::advance(pattern, random.below(static_cast<int64_t>(kPatterns.size())));
+    BackwardCase what{kDtypes[random.below(options.few ? 2 : 4)], pattern->first,
+                      1 + random.below(options.few ? 140 : 500)};
+    what.rows = 1 + random.below(one_in(3) ? 200 : 9);
+    what.width = one_in(2) ? 8 * (1 + random.below(6)) : 1 + random.below(50);
+    what.padding_idx = one_in(3) ? random.below(what.rows) : -1;
+    what.scale_by_frequency = one_in(3);
+    what.wide_ids = one_in(2);
+    if (one_in(5)) what.grad_shift = 1 + random.below(8);
+    if (one_in(5)) what.out_shift = 1 + random.below(8);
+    if (one_in(4)) what.grad_gap = random.below(17);
+    if (one_in(8)) what.column_stride = random.below(3);
+    if (one_in(8)) what.expanded_tokens = true;
+    if (one_in(6)) what.bad_ids = 1 + random.below(4);
+    what.resident_threads = int64_t{1} << random.below(14);
+    what.seed = random.bits();
+    check_both(what);
+  }
+}
+
+}  // namespace
+
+void check_backward(const Options& options) {
+  if (begin_group(options, "backward: patterns")) check_patterns(options);
+  if (begin_group(options, "backward: views")) check_views(options);
+  if (begin_group(options, "backward: widths")) check_widths(options);
+  if (begin_group(options, "backward: several blocks")) check_several_blocks(options);
+  if (begin_group(options, "backward: grid strides")) check_grid_strides(options);
+  if (begin_group(options, "backward: bad ids")) check_bad_ids(options);
+  if (begin_group(options, "backward: small calls")) check_small_calls(options);
+  if (begin_group(options, "backward: mixtures")) check_mixtures(options);
+}
+
+}  // namespace checks

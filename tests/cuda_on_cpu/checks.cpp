@@ -1,0 +1,138 @@
+// Runs the real kernels, whatever they were compiled from, through their launchers, and compares every bit with the CPU
+// backend.
+//
+//   checks [--few] [--stop] [--only GROUP]
+#include "checks.h"
+
+#include <cstring>
+
+namespace checks {
+namespace {
+
+bool stop_at_failure = false;
+int failures = 0;
+int64_t count_of_checks = 0;
+std::string group;
+int64_t group_checks = 0;
+
+void end_group() {
+  if (!group.empty()) std::printf("%-40s %6lld checks\n", group.c_str(), static_cast<long long>(group_checks));
+  group_checks = 0;
+}
+
+uint16_t to_bfloat16(float value) {  // of finite numbers, by truncation
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+uint16_t to_float16(float value) {  // of numbers in its normal range, by truncation
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<uint16_t>((bits >> 16 & 0x8000u) | (((bits & 0x7FFFFFFFu) - (112u << 23)) >> 13));
+}
+
+}  // namespace
+
+void expect(bool passed, const std::string& what) {
+  ++count_of_checks, ++group_checks;
+  if (passed) return;
+  if (++failures <= 20) std::printf("FAILED %s: %s\n", group.c_str(), what.c_str());
+  if (stop_at_failure) std::exit(1);
+}
+
+int failed_checks() { return failures; }
+int64_t run_checks() { return count_of_checks; }
+
+bool begin_group(const Options& options, const std::string& name) {
+  if (name.compare(0, options.only.size(), options.only) != 0) return false;
+  end_group();
+  group = name;
+  return true;
+}
+
+const char* name_of(posenc::Dtype dtype) {
+  const char* const names[] = {"fp32", "fp64", "bf16", "fp16"};
+  return names[static_cast<int64_t>(dtype)];
+}
+
+void Elements::fill(Random& random) {
+  for (int64_t i = 0; i < count(); ++i) {
+    const double value = (random.uniform() * 2 + 0.25) * (random.bits() & 1 ? 1 : -1);
+    const float narrow = static_cast<float>(value);
+    const uint16_t half = dtype_ == posenc::Dtype::bfloat16 ? to_bfloat16(narrow) : to_float16(narrow);
+    const void* const from = dtype_ == posenc::Dtype::float64   ? static_cast<const void*>(&value)
+                             : dtype_ == posenc::Dtype::float32 ? static_cast<const void*>(&narrow)
+                                                                : &half;
+    std::memcpy(at(i), from, size_of(dtype_));
+  }
+}
+
+bool Elements::is_nan(int64_t element) const {
+  uint64_t bits = 0;
+  std::memcpy(&bits, byte(element), size_of(dtype_));
+  switch (dtype_) {
+    case posenc::Dtype::float32: return (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    case posenc::Dtype::float64: return (bits & 0x7FFFFFFFFFFFFFFFu) > 0x7FF0000000000000u;
+    case posenc::Dtype::bfloat16: return (bits & 0x7FFFu) > 0x7F80u;
+    case posenc::Dtype::float16: return (bits & 0x7FFFu) > 0x7C00u;
+  }
+  return false;
+}
+
+int64_t Elements::first_difference(const Elements& other) const {
+  for (int64_t i = 0; i < count(); ++i)
+    if (std::memcmp(byte(i), other.byte(i), size_of(dtype_)) != 0 && !(is_nan(i) && other.is_nan(i))) return i;
+  return -1;
+}
+
+IntegerTensor::IntegerTensor(const std::vector<int64_t>& values, bool wide)
+    : wide_(wide),
+      narrow_values_(wide ? 0 : static_cast<int64_t>(values.size())),
+      wide_values_(wide ? static_cast<int64_t>(values.size()) : 0) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (wide) wide_values_[i] = values[i];
+    else narrow_values_[i] = static_cast<int32_t>(values[i]);
+  }
+}
+
+posenc::Integers IntegerTensor::view() const {
+  return {wide_ ? static_cast<const void*>(wide_values_.data()) : narrow_values_.data(), wide_};
+}
+
+void run_serially(int64_t begin, int64_t end, int64_t, posenc::ParallelBody body, void* context) {
+  body(begin, end, context);
+}
+
+Device::Device(int64_t resident_threads, uint64_t call) {
+  bad_id[0] = {};
+  found[0] = 0;
+  launch.resident_threads = resident_threads;
+  launch.call = call;
+  launch.bad_id = bad_id.data();
+  launch.bad_id_found = found.data();
+}
+
+bool Device::recorded(int64_t place, int64_t id, int64_t rows) const {
+  const posenc::cuda::BadId& bad = bad_id[0];
+  return found[0] == 1 && bad.locked == 0 && bad.found == 1 && bad.call == launch.call && bad.place == place &&
+         bad.id == id && bad.rows == rows;
+}
+
+bool Device::recorded_nothing() const { return found[0] == 0 && bad_id[0].found == 0 && bad_id[0].locked == 0; }
+
+}  // namespace checks
+
+int main(int argc, char** argv) {
+  checks::Options options;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--few") == 0) options.few = true;
+    if (std::strcmp(argv[i], "--stop") == 0) checks::stop_at_failure = true;
+    if (std::strcmp(argv[i], "--only") == 0 && i + 1 < argc) options.only = argv[++i];
+  }
+  checks::check_forward(options);
+  checks::check_backward(options);
+  checks::end_group();
+  std::printf("%lld checks, %d failed\n", static_cast<long long>(checks::run_checks()), checks::failed_checks());
+  return checks::failed_checks() == 0 && checks::run_checks() > 0 ? 0 : 1;
+}

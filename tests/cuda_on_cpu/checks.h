@@ -1,0 +1,86 @@
+// What the checks of the real kernels share: how a failure is told, element types of the host, the CPU backend as the
+// reference, and where a launch runs.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "buffer.h"
+#include "cpu/backend.h"
+#include "cuda/launch.h"
+#include "params.h"
+
+namespace checks {
+
+// Which checks to run: a program for TSan must be content with few and small ones.
+struct Options {
+  bool few = false;  // fp32 and bf16 alone, and no launch of more than a few blocks
+  std::string only;  // of the groups of checks, those whose name begins so
+};
+
+void check_forward(const Options& options);
+void check_backward(const Options& options);
+
+// Counts a check, and says what was checked if it failed.
+void expect(bool passed, const std::string& what);
+int failed_checks();
+int64_t run_checks();
+
+// Begins a group of checks; false if it is not wanted.
+bool begin_group(const Options& options, const std::string& name);
+
+inline int64_t size_of(posenc::Dtype dtype) {
+  return dtype == posenc::Dtype::float64 ? 8 : dtype == posenc::Dtype::float32 ? 4 : 2;
+}
+
+const char* name_of(posenc::Dtype dtype);
+
+// A tensor's memory, exactly as many elements as asked for, all NaN.
+class Elements {
+ public:
+  Elements(posenc::Dtype dtype, int64_t count) : dtype_(dtype), bytes_(count * size_of(dtype)) {}
+
+  // Numbers of either sign around 1, all finite.
+  void fill(Random& random);
+  void* at(int64_t element) { return bytes_.data() + element * size_of(dtype_); }
+  int64_t count() const { return bytes_.size() / size_of(dtype_); }
+  bool is_nan(int64_t element) const;
+  // The first element that differs, where two NaN are equal; -1 if there is none.
+  int64_t first_difference(const Elements& other) const;
+
+ private:
+  const unsigned char* byte(int64_t element) const { return bytes_.data() + element * size_of(dtype_); }
+
+  posenc::Dtype dtype_;
+  Buffer<unsigned char> bytes_;
+};
+
+// int32 or int64 numbers.
+class IntegerTensor {
+ public:
+  IntegerTensor(const std::vector<int64_t>& values, bool wide);
+  posenc::Integers view() const;
+
+ private:
+  bool wide_;
+  Buffer<int32_t> narrow_values_;
+  Buffer<int64_t> wide_values_;
+};
+
+void run_serially(int64_t begin, int64_t end, int64_t grain, posenc::ParallelBody body, void* context);
+
+// A launch with its own place for a bad id.
+struct Device {
+  Buffer<posenc::cuda::BadId> bad_id{1};
+  Buffer<uint32_t> found{1};
+  posenc::cuda::Launch launch;
+
+  explicit Device(int64_t resident_threads, uint64_t call = 1);
+  // Whether exactly this was written down.
+  bool recorded(int64_t place, int64_t id, int64_t rows) const;
+  bool recorded_nothing() const;
+};
+
+}  // namespace checks

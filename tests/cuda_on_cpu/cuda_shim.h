@@ -1,0 +1,668 @@
+// Runs CUDA kernels on the host: one fiber for each CUDA thread, one block after another, so that a debugger and the
+// sanitizers can look at them. Build the kernel's own source with
+//
+//   g++ -x c++ -std=c++20 -DPOSENC_CUDA_ON_CPU -ffp-contract=off -fno-strict-aliasing -Itests/cuda_on_cpu
+//       -isystem <CUDA toolkit>/include
+//
+// What is not modelled does not compile, or stops the program with a message that begins with "cuda_on_cpu:". README.md
+// lists what each build sees. The environment variable CUDA_ON_CPU_SEED shuffles the order of threads and blocks.
+#pragma once
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+// ---- the language
+
+#include <driver_types.h>
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#undef __host__
+#undef __device__
+#undef __global__
+#undef __shared__
+#undef __noinline__  // libstdc++ spells an attribute that way
+#undef __launch_bounds__
+#define __host__
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+// Every block must get fresh memory, which a plain variable cannot give; POSENC_SHARED can.
+#define __shared__ static_assert(false, "under cuda_shim.h, shared memory is declared with POSENC_SHARED")
+
+#define POSENC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  cuda_on_cpu::launch(                                                \
+      #kernel, [](const auto&... arguments) { kernel(arguments...); }, grid, block, shared_bytes, stream, __VA_ARGS__)
+
+#define POSENC_SHARED(T, name, count) \
+  static char name##_key;             \
+  T(&name)[count] = *static_cast<T(*)[count]>(cuda_on_cpu::shared_array(&name##_key, sizeof(T) * (count)))
+
+// ---- what the sanitizers are told
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+extern "C" {
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+}
+#endif
+
+// The shim's own code: it runs on behalf of every thread, so its accesses would read as races, and its frames are left
+// without returning, so ASan must not mark them.
+#define CUDA_ON_CPU_UNSEEN __attribute__((no_sanitize("thread", "address"), noinline))
+
+namespace cuda_on_cpu {
+
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kTsan = true;
+// TSan tells 8128 threads apart. None may stand for two CUDA threads of one launch, whose race it would miss.
+constexpr size_t kMaxLaunchThreads = 7000;
+
+CUDA_ON_CPU_UNSEEN inline void release(void* tag) { __tsan_release(tag); }
+CUDA_ON_CPU_UNSEEN inline void acquire(void* tag) { __tsan_acquire(tag); }
+
+// While one lives, allocation and mapping forget the history of the memory instead of counting as a write to it.
+struct ForgetHistory {
+  CUDA_ON_CPU_UNSEEN ForgetHistory() { AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
+  CUDA_ON_CPU_UNSEEN ~ForgetHistory() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__); }
+};
+#else
+constexpr bool kTsan = false;
+constexpr size_t kMaxLaunchThreads = SIZE_MAX;
+
+inline void release(void*) {}
+inline void acquire(void*) {}
+
+struct ForgetHistory {
+  ForgetHistory() {}
+  ~ForgetHistory() {}
+};
+#endif
+
+// ---- fibers
+
+struct Fiber {
+  ucontext_t context;
+  const void* stack = nullptr;  // lowest address
+  size_t stack_bytes = 0;
+  void* fake_stack = nullptr;  // ASan's
+  void* tsan = nullptr;        // TSan's
+};
+
+// Goes on with `to`; returns when somebody switches back to `from`, which never happens if `from` has ended.
+CUDA_ON_CPU_UNSEEN inline void switch_fiber(Fiber& from, Fiber& to, [[maybe_unused]] bool ended = false) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(ended ? nullptr : &from.fake_stack, to.stack, to.stack_bytes);
+#endif
+#if defined(__SANITIZE_THREAD__)
+  // Without synchronisation: the threads stay concurrent in TSan's eyes, so a race does not depend on the schedule.
+  __tsan_switch_to_fiber(to.tsan, __tsan_switch_to_fiber_no_sync);
+#endif
+  swapcontext(&from.context, &to.context);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+#endif
+}
+
+// ---- threads, blocks, the launch
+
+constexpr unsigned kWarp = 32;
+constexpr unsigned kMaxBlockThreads = 1024;
+constexpr size_t kStackBytes = size_t{256} << 10;
+constexpr size_t kGuardBytes = 4096;
+constexpr size_t kSharedLimit = size_t{48} << 10;  // static shared memory of a block, on every architecture
+constexpr unsigned kRememberedAtomics = 8;
+constexpr unsigned kSpinLimit = 1u << 20;
+
+enum class State : uint8_t { ready, at_barrier, at_warp, ended };
+
+struct Thread {
+  Fiber fiber;
+  uint3 index = {};
+  unsigned rank = 0;  // in the block
+  State state = State::ready;
+  int line = 0;           // of the barrier or the warp operation it waits at
+  unsigned mask = 0;      // of that warp operation
+  uint64_t value = 0;     // what it brings there
+  uint64_t peers[kWarp];  // what every lane has brought
+  unsigned barriers = 0, warp_syncs = 0;
+  bool fenced = false;
+  void* atomics[kRememberedAtomics];  // addresses of its last atomics
+  unsigned atomic_count = 0;
+  unsigned failed_swaps = 0;
+
+  unsigned lane() const { return rank % kWarp; }
+};
+
+struct SharedArray {
+  const void* key;
+  void* memory;
+};
+
+// What lives and dies with one block. On the heap: freeing it makes TSan forget the tags, so that blocks are not
+// ordered by each other's barriers.
+struct Block {
+  std::vector<SharedArray> shared;
+  size_t shared_bytes = 0;
+  // Two of each in turn: a thread that is let go first may be at the next barrier before the last one has left this.
+  char barrier_tags[2];
+  char warp_tags[kMaxBlockThreads][2];
+};
+
+struct Launch {
+  const char* name = "";
+  dim3 grid, block;
+  uint3 block_index = {};
+  void (*run)(const void* call) = nullptr;
+  const void* call = nullptr;
+  size_t started = 0;  // threads so far
+  unsigned threads() const { return block.x * block.y * block.z; }
+};
+
+inline Launch active;
+inline Thread* current = nullptr;  // null in the scheduler
+inline Block* block_memory = nullptr;
+inline Thread* pool = nullptr;
+inline Fiber scheduler;
+inline char launch_start_tag, launch_end_tag;
+
+[[noreturn]] CUDA_ON_CPU_UNSEEN inline void fail(const char* what, int line = 0) {
+  const uint3 thread = current ? current->index : uint3{};
+  const uint3 block = active.block_index;
+  std::fprintf(stderr, "cuda_on_cpu: %s | kernel %s, block (%u, %u, %u), thread (%u, %u, %u), line %d\n", what,
+               active.name, block.x, block.y, block.z, thread.x, thread.y, thread.z, line);
+  std::abort();
+}
+
+[[noreturn]] CUDA_ON_CPU_UNSEEN inline void fail_for(Thread& thread, const char* what) {
+  current = &thread;
+  fail(what, thread.line);
+}
+
+// Filled with ones: NaN for floats, and far out of range as an index.
+CUDA_ON_CPU_UNSEEN inline void* fresh_memory(size_t bytes) {
+  const ForgetHistory forget;
+  volatile char* memory = static_cast<volatile char*>(std::malloc(bytes));
+  for (size_t i = 0; i < bytes; ++i) memory[i] = static_cast<char>(0xFF);
+  return const_cast<char*>(memory);
+}
+
+// The first thread of a block to come here makes the array; `key` tells the arrays of a kernel apart.
+CUDA_ON_CPU_UNSEEN inline void* shared_array(const void* key, size_t bytes) {
+  for (const SharedArray& array : block_memory->shared)
+    if (array.key == key) return array.memory;
+  block_memory->shared_bytes += bytes;
+  if (block_memory->shared_bytes > kSharedLimit) fail("more static shared memory than a block has");
+  const ForgetHistory forget;
+  block_memory->shared.push_back({key, fresh_memory(bytes)});
+  return block_memory->shared.back().memory;
+}
+
+// ---- what threads wait for
+
+CUDA_ON_CPU_UNSEEN inline void wait(State state, int line) {
+  Thread& thread = *current;
+  thread.state = state;
+  thread.line = line;
+  switch_fiber(thread.fiber, scheduler);
+}
+
+CUDA_ON_CPU_UNSEEN inline void barrier(int line) {
+  char* const tag = &block_memory->barrier_tags[current->barriers++ % 2];
+  release(tag);
+  wait(State::at_barrier, line);
+  acquire(tag);
+}
+
+// All lanes of `mask` meet; afterwards peers[] holds what each has brought.
+CUDA_ON_CPU_UNSEEN inline const uint64_t* meet(unsigned mask, uint64_t value, int line) {
+  if ((mask >> current->lane() & 1) == 0) fail("the mask of a warp operation lacks the calling lane", line);
+  current->mask = mask;
+  current->value = value;
+  wait(State::at_warp, line);
+  return current->peers;
+}
+
+CUDA_ON_CPU_UNSEEN inline void sync_warp(unsigned mask, int line) {
+  Thread& thread = *current;
+  const unsigned turn = thread.warp_syncs++ % 2;
+  char (*const tags)[2] = &block_memory->warp_tags[thread.rank - thread.lane()];
+  release(&tags[thread.lane()][turn]);
+  const uint64_t* turns = meet(mask, turn, line);
+  for (unsigned lane = 0; lane < kWarp; ++lane)
+    if (mask >> lane & 1) acquire(&tags[lane][turns[lane]]);
+}
+
+// A fence orders by way of atomics: what came before the fence of one thread and its next atomic, before what follows
+// a fence that another thread runs after its atomic on the same address.
+CUDA_ON_CPU_UNSEEN inline void fence() {
+  Thread& thread = *current;
+  thread.fenced = true;
+  for (unsigned i = 0; i < std::min(thread.atomic_count, kRememberedAtomics); ++i) acquire(thread.atomics[i]);
+}
+
+CUDA_ON_CPU_UNSEEN inline void before_atomic(void* address, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes != 0) fail("misaligned atomic");
+  if (current->fenced) release(address);
+}
+
+CUDA_ON_CPU_UNSEEN inline void after_atomic(void* address) {
+  current->atomics[current->atomic_count++ % kRememberedAtomics] = address;
+}
+
+// Nobody else runs while a thread spins, so it would spin for ever.
+CUDA_ON_CPU_UNSEEN inline void count_swap(bool swapped) {
+  current->failed_swaps = swapped ? 0 : current->failed_swaps + 1;
+  if (current->failed_swaps > kSpinLimit) fail("a thread spins on an atomic");
+}
+
+// ---- the scheduler
+
+CUDA_ON_CPU_UNSEEN inline void run_thread() {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler.stack, &scheduler.stack_bytes);
+#endif
+  acquire(&launch_start_tag);
+  active.run(active.call);
+  release(&launch_end_tag);
+  current->state = State::ended;
+  switch_fiber(current->fiber, scheduler, true);
+}
+
+// Stack number `n`, with a guard page below it, and for TSan the logical thread that runs on it. Made once and kept.
+// For TSan every CUDA thread of a launch has one of its own, else only those of a block do.
+CUDA_ON_CPU_UNSEEN inline Fiber& fiber_parts(size_t n) {
+  static std::vector<Fiber> made;
+  while (made.size() <= n) {
+    char* const memory = static_cast<char*>(mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
+                                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (memory == MAP_FAILED || mprotect(memory, kGuardBytes, PROT_NONE) != 0) fail("no memory for a stack");
+    Fiber fiber;
+    fiber.stack = memory + kGuardBytes;
+    fiber.stack_bytes = kStackBytes;
+#if defined(__SANITIZE_THREAD__)
+    fiber.tsan = __tsan_create_fiber(0);
+#endif
+    made.push_back(fiber);
+  }
+  return made[n];
+}
+
+CUDA_ON_CPU_UNSEEN inline void start_thread(Thread& thread, unsigned rank) {
+  {
+    const ForgetHistory forget;
+    thread = Thread{};
+  }
+  const Fiber& parts = fiber_parts(kTsan ? active.started++ : rank);
+  thread.fiber.stack = parts.stack;
+  thread.fiber.stack_bytes = parts.stack_bytes;
+  thread.fiber.tsan = parts.tsan;
+  thread.rank = rank;
+  thread.index.x = rank % active.block.x;
+  thread.index.y = rank / active.block.x % active.block.y;
+  thread.index.z = rank / active.block.x / active.block.y;
+  ucontext_t& context = thread.fiber.context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = const_cast<void*>(parts.stack);
+  context.uc_stack.ss_size = parts.stack_bytes;
+  context.uc_link = nullptr;
+  makecontext(&context, run_thread, 0);
+  context.uc_stack.ss_size = 0;  // else ASan's swapcontext marks the whole stack as valid, at every switch
+}
+
+// Lets the lanes that `thread` waits for go on with it, if all of them are there.
+CUDA_ON_CPU_UNSEEN inline bool open_meeting(Thread& thread, unsigned threads) {
+  Thread* const warp = &pool[thread.rank - thread.lane()];
+  const unsigned lanes = std::min(kWarp, threads - (thread.rank - thread.lane()));
+  bool complete = true;
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    if ((thread.mask >> lane & 1) == 0) continue;
+    if (lane >= lanes) fail_for(thread, "the mask of a warp operation names a lane beyond the block");
+    const Thread& other = warp[lane];
+    if (other.state == State::ended) fail_for(thread, "the mask of a warp operation names a lane that has ended");
+    if (other.state == State::at_barrier)
+      fail_for(thread, "lanes of one mask wait at a warp operation and at __syncthreads");
+    if (other.state != State::at_warp) complete = false;
+    else if (other.mask != thread.mask || other.line != thread.line)
+      fail_for(thread, "lanes of one mask wait at different warp operations");
+  }
+  if (!complete) return false;
+  const unsigned mask = thread.mask;
+  for (unsigned lane = 0; lane < lanes; ++lane) {
+    if ((mask >> lane & 1) == 0) continue;
+    for (unsigned other = 0; other < lanes; ++other) warp[lane].peers[other] = warp[other].value;
+    warp[lane].state = State::ready;
+  }
+  return true;
+}
+
+CUDA_ON_CPU_UNSEEN inline bool open_meetings(unsigned threads) {
+  bool any = false;
+  for (unsigned i = 0; i < threads; ++i)
+    if (pool[i].state == State::at_warp) any |= open_meeting(pool[i], threads);
+  return any;
+}
+
+CUDA_ON_CPU_UNSEEN inline bool open_barrier(unsigned threads) {
+  Thread* waiting = nullptr;
+  for (unsigned i = 0; i < threads; ++i) {
+    if (pool[i].state == State::at_warp) return false;
+    if (pool[i].state == State::at_barrier) waiting = &pool[i];
+  }
+  if (!waiting) return false;
+  for (unsigned i = 0; i < threads; ++i) {
+    if (pool[i].state == State::ended) fail_for(*waiting, "a thread waits at __syncthreads that another left out");
+    if (pool[i].line != waiting->line) fail_for(*waiting, "threads of a block wait at different __syncthreads");
+  }
+  for (unsigned i = 0; i < threads; ++i) pool[i].state = State::ready;
+  return true;
+}
+
+// Shuffles where the environment asks for it.
+template <class T>
+CUDA_ON_CPU_UNSEEN void choose_order(std::vector<T>& order) {
+  static const char* const seed = std::getenv("CUDA_ON_CPU_SEED");
+  static std::mt19937_64 random(seed ? std::strtoull(seed, nullptr, 10) : 0);
+  if (seed && std::strtoull(seed, nullptr, 10) != 0) std::shuffle(order.begin(), order.end(), random);
+}
+
+CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
+  const unsigned threads = active.threads();
+  {
+    const ForgetHistory forget;
+    block_memory = new Block;
+  }
+  for (unsigned i = 0; i < threads; ++i) start_thread(pool[i], i);
+  for (;;) {
+    choose_order(order);
+    bool moved = false;
+    for (const unsigned rank : order) {
+      if (pool[rank].state != State::ready) continue;
+      current = &pool[rank];
+      switch_fiber(scheduler, pool[rank].fiber);
+      current = nullptr;
+      moved = true;
+    }
+    if (std::all_of(pool, pool + threads, [](const Thread& thread) { return thread.state == State::ended; })) break;
+    moved |= open_meetings(threads);
+    moved |= open_barrier(threads);
+    if (!moved) fail("deadlock: no thread can go on");
+  }
+  const ForgetHistory forget;
+  for (const SharedArray& array : block_memory->shared) std::free(array.memory);
+  delete block_memory;
+  block_memory = nullptr;
+}
+
+CUDA_ON_CPU_UNSEEN inline void check_limits(size_t shared_bytes) {
+  const dim3 &grid = active.grid, &block = active.block;
+  if (block.x == 0 || block.y == 0 || block.z == 0 || block.x > 1024 || block.y > 1024 || block.z > 64 ||
+      uint64_t{block.x} * block.y * block.z > kMaxBlockThreads)
+    fail("the block has no threads, or more than a block can have");
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) fail("the grid has no blocks");
+  if (grid.x > 0x7FFFFFFFu || grid.y > 65535 || grid.z > 65535) fail("the grid has more blocks than an axis can have");
+  if (shared_bytes != 0) fail("dynamic shared memory is not modelled");
+  if (uint64_t{grid.x} * grid.y * grid.z * active.threads() > kMaxLaunchThreads)
+    fail("more threads in a launch than TSan can tell apart");
+}
+
+CUDA_ON_CPU_UNSEEN inline void run_grid() {
+  if (!pool) pool = new Thread[kMaxBlockThreads];
+#if defined(__SANITIZE_THREAD__)
+  scheduler.tsan = __tsan_get_current_fiber();
+#endif
+  const dim3& grid = active.grid;
+  std::vector<uint64_t> blocks(uint64_t{grid.x} * grid.y * grid.z);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  choose_order(blocks);
+  std::vector<unsigned> threads(active.threads());
+  std::iota(threads.begin(), threads.end(), 0);
+  release(&launch_start_tag);
+  for (const uint64_t at : blocks) {
+    active.block_index.x = static_cast<unsigned>(at % grid.x);
+    active.block_index.y = static_cast<unsigned>(at / grid.x % grid.y);
+    active.block_index.z = static_cast<unsigned>(at / grid.x / grid.y);
+    run_block(threads);
+  }
+  acquire(&launch_end_tag);
+}
+
+// The size of a grid or a block: dim3 or an integer, which must not lose bits on its way.
+struct Extent {
+  dim3 value;
+  Extent(const dim3& extent) : value(extent) {}
+  template <class Int, class = std::enable_if_t<std::is_integral_v<Int>>>
+  Extent(Int x) : value(static_cast<unsigned>(x)) {
+    if (x < 0 || static_cast<uint64_t>(x) > UINT32_MAX) fail("the size of a grid or block exceeds 32 bits");
+  }
+};
+
+// `kernel` is a function object that calls the kernel, so that overloads are chosen by the arguments, as nvcc does it.
+template <class Kernel, class... Arguments>
+void launch(const char* name, const Kernel& kernel, const Extent& grid, const Extent& block, size_t shared_bytes,
+            cudaStream_t, const Arguments&... arguments) {
+  static_assert((sizeof(Arguments) + ... + 0) <= 4096, "a kernel takes 4 KB of parameters");
+  if (current) fail("a kernel launches a kernel");
+  const auto call = [&] { kernel(arguments...); };
+  active = {};
+  active.name = name;
+  active.grid = grid.value;
+  active.block = block.value;
+  active.run = [](const void* what) { (*static_cast<decltype(call)*>(what))(); };
+  active.call = &call;
+  check_limits(shared_bytes);
+  run_grid();
+}
+
+// ---- warp operations
+
+template <class To, class From>
+inline To reinterpret(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class T>
+uint64_t to_bits(T value) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "warp operations move up to 8 bytes");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+
+template <class T>
+T from_bits(uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+enum class Shuffle { index, up, down, exclusive_or };
+
+// The lane that a shuffle reads; out of its segment, the lane itself.
+inline unsigned source_lane(Shuffle kind, unsigned lane, unsigned operand, unsigned width) {
+  const unsigned first = lane & ~(width - 1), last = first + width - 1;
+  switch (kind) {
+    case Shuffle::index: return first + operand % width;
+    case Shuffle::up: return lane - first >= operand ? lane - operand : lane;
+    case Shuffle::down: return operand <= last - lane ? lane + operand : lane;
+    case Shuffle::exclusive_or: return (lane ^ operand) <= last ? lane ^ operand : lane;
+  }
+  fail("no such shuffle");
+}
+
+CUDA_ON_CPU_UNSEEN inline uint64_t shuffle_bits(unsigned mask, uint64_t bits, unsigned from, int line) {
+  const uint64_t* peers = meet(mask, bits, line);
+  if (from >= kWarp || (mask >> from & 1) == 0) fail("a shuffle reads a lane outside its mask", line);
+  return peers[from];
+}
+
+template <class T>
+T shuffle(Shuffle kind, int line, unsigned mask, T value, unsigned operand, unsigned width = kWarp) {
+  if (width == 0 || width > kWarp || (width & (width - 1)) != 0) fail("the width of a shuffle is no power of 2", line);
+  return from_bits<T>(shuffle_bits(mask, to_bits(value), source_lane(kind, current->lane(), operand, width), line));
+}
+
+CUDA_ON_CPU_UNSEEN inline unsigned ballot(int line, unsigned mask, bool vote) {
+  const uint64_t* votes = meet(mask, vote, line);
+  unsigned result = 0;
+  for (unsigned lane = 0; lane < kWarp; ++lane)
+    if ((mask >> lane & 1) != 0 && votes[lane] != 0) result |= 1u << lane;
+  return result;
+}
+
+// ---- atomics
+
+template <class T, class Next>
+T atomic(T* address, const Next& next) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+  static_assert(sizeof(T) == sizeof(Bits), "atomics are of 4 or 8 bytes");
+  before_atomic(address, sizeof(T));
+  Bits* const bits = reinterpret_cast<Bits*>(address);
+  Bits old = __atomic_load_n(bits, __ATOMIC_RELAXED);
+  for (;;) {
+    const Bits wanted = reinterpret<Bits>(next(reinterpret<T>(old)));
+    if (__atomic_compare_exchange_n(bits, &old, wanted, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
+  }
+  after_atomic(address);
+  return reinterpret<T>(old);
+}
+
+// To CUDA, volatile accesses are relaxed atomic ones. To TSan too, with --param tsan-distinguish-volatile=1, by which
+// g++ calls the functions below beforehand.
+template <class T>
+void tell_of_volatile_load(void* address) {
+  T* const value = static_cast<T*>(address);
+  (void)__atomic_load_n(value, __ATOMIC_RELAXED);
+  if (current) after_atomic(address);
+}
+template <class T>
+void tell_of_volatile_store(void* address) {
+  T* const value = static_cast<T*>(address);
+  if (current) before_atomic(address, sizeof(T));
+  __atomic_fetch_or(value, 0, __ATOMIC_RELAXED);
+}
+
+template <class T>
+using Same = std::type_identity_t<T>;  // takes part in no deduction
+
+inline unsigned full_or(unsigned mask = 0xFFFFFFFFu) { return mask; }
+
+}  // namespace cuda_on_cpu
+
+#if defined(__SANITIZE_THREAD__)
+#define CUDA_ON_CPU_CALLED __attribute__((used)) inline  // by code that the compiler adds later
+extern "C" {
+CUDA_ON_CPU_CALLED void __tsan_volatile_read4(void* address) { cuda_on_cpu::tell_of_volatile_load<uint32_t>(address); }
+CUDA_ON_CPU_CALLED void __tsan_volatile_read8(void* address) { cuda_on_cpu::tell_of_volatile_load<uint64_t>(address); }
+CUDA_ON_CPU_CALLED void __tsan_volatile_write4(void* address) {
+  cuda_on_cpu::tell_of_volatile_store<uint32_t>(address);
+}
+CUDA_ON_CPU_CALLED void __tsan_volatile_write8(void* address) {
+  cuda_on_cpu::tell_of_volatile_store<uint64_t>(address);
+}
+}
+#endif
+
+// ---- what kernels call
+
+#define threadIdx (cuda_on_cpu::current->index)
+#define blockIdx (cuda_on_cpu::active.block_index)
+#define blockDim (cuda_on_cpu::active.block)
+#define gridDim (cuda_on_cpu::active.grid)
+#define warpSize 32
+
+// Macros, for the line: threads that wait together must wait at the same place.
+#define __syncthreads() cuda_on_cpu::barrier(__LINE__)
+#define __syncwarp(...) cuda_on_cpu::sync_warp(cuda_on_cpu::full_or(__VA_ARGS__), __LINE__)
+#define __shfl_sync(...) cuda_on_cpu::shuffle(cuda_on_cpu::Shuffle::index, __LINE__, __VA_ARGS__)
+#define __shfl_up_sync(...) cuda_on_cpu::shuffle(cuda_on_cpu::Shuffle::up, __LINE__, __VA_ARGS__)
+#define __shfl_down_sync(...) cuda_on_cpu::shuffle(cuda_on_cpu::Shuffle::down, __LINE__, __VA_ARGS__)
+#define __shfl_xor_sync(...) cuda_on_cpu::shuffle(cuda_on_cpu::Shuffle::exclusive_or, __LINE__, __VA_ARGS__)
+#define __ballot_sync(mask, vote) cuda_on_cpu::ballot(__LINE__, mask, vote)
+#define __any_sync(mask, vote) (cuda_on_cpu::ballot(__LINE__, mask, vote) != 0)
+#define __all_sync(mask, vote) (cuda_on_cpu::ballot(__LINE__, mask, !(vote)) == 0)
+
+inline void __threadfence() { cuda_on_cpu::fence(); }
+inline void __threadfence_block() { cuda_on_cpu::fence(); }
+inline void __threadfence_system() { cuda_on_cpu::fence(); }
+
+template <class T>
+T atomicAdd(T* address, cuda_on_cpu::Same<T> value) {
+  return cuda_on_cpu::atomic(address, [=](T old) { return static_cast<T>(old + value); });
+}
+template <class T>
+T atomicMin(T* address, cuda_on_cpu::Same<T> value) {
+  return cuda_on_cpu::atomic(address, [=](T old) { return std::min(old, value); });
+}
+template <class T>
+T atomicMax(T* address, cuda_on_cpu::Same<T> value) {
+  return cuda_on_cpu::atomic(address, [=](T old) { return std::max(old, value); });
+}
+template <class T>
+T atomicExch(T* address, cuda_on_cpu::Same<T> value) {
+  return cuda_on_cpu::atomic(address, [=](T) { return value; });
+}
+template <class T>
+T atomicCAS(T* address, cuda_on_cpu::Same<T> expected, cuda_on_cpu::Same<T> value) {
+  const T old = cuda_on_cpu::atomic(address, [=](T found) { return found == expected ? value : found; });
+  cuda_on_cpu::count_swap(old == expected);
+  return old;
+}
+
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <class T>
+void __stcs(T* to, cuda_on_cpu::Same<T> value) {
+  *to = value;
+}
+
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::reinterpret<float>(bits); }
+inline unsigned __float_as_uint(float value) { return cuda_on_cpu::reinterpret<unsigned>(value); }
+inline float __int_as_float(int bits) { return cuda_on_cpu::reinterpret<float>(bits); }
+inline int __float_as_int(float value) { return cuda_on_cpu::reinterpret<int>(value); }
+inline double __longlong_as_double(long long bits) { return cuda_on_cpu::reinterpret<double>(bits); }
+inline long long __double_as_longlong(double value) { return cuda_on_cpu::reinterpret<long long>(value); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
+
+// ---- what launchers call
+
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // launch() has stopped the program
+inline const char* cudaGetErrorString(cudaError_t) { return "unknown error"; }

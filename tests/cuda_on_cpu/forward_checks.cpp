@@ -1,0 +1,612 @@
+// The forward pass and the search for bad ids.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+
+#include "checks.h"
+#include "cuda/check_ids.h"
+#include "cuda/forward.h"
+#include "frequency.h"
+
+namespace checks {
+namespace {
+
+using namespace posenc;
+
+enum class Positions { running, shared, per_token };
+
+// One call, in the terms of its tensors.
+struct ForwardCase {
+  Dtype dtype = Dtype::float32;
+  Source source = Source::gathered;
+  LayoutKind kind = LayoutKind::interleaved;
+  OddRule odd = OddRule::sine;
+  Divisor divisor = Divisor::d;
+  Precision precision = Precision::exact;
+  int64_t outer = 3, seq = 5, inner = 1, width = 16;
+  Positions positions = Positions::running;
+  int64_t offset = 0;
+  bool far_positions = true;  // some, among near ones
+  bool wide_ids = true, wide_positions = true;
+  int64_t rows = 11;
+  int64_t base_shift = 0, out_shift = 0;  // first element of the view
+  int64_t base_gap = 0, out_gap = 0;      // elements between rows
+  int64_t column_stride = 1;
+  bool expanded_base = false;  // dense: one row for the whole batch
+  int64_t resident_threads = 4096;
+  uint64_t seed = 1;
+
+  int64_t tokens() const { return outer * seq * inner; }
+  std::string text() const;
+};
+
+std::string ForwardCase::text() const {
+  const char* const sources[] = {"gathered", "dense", "none"};
+  const char* const kinds[] = {"interleaved", "sin_cos", "cos_sin", "no waves"};
+  const char* const places[] = {"running", "shared", "per token"};
+  std::string result = std::string(name_of(dtype)) + " " + sources[static_cast<int>(source)] + ", " +
+                       kinds[static_cast<int>(kind)] + ", odd rule " + std::to_string(static_cast<int>(odd)) +
+                       (precision == Precision::exact ? ", exact" : ", reference") + ", [" + std::to_string(outer) +
+                       ", " + std::to_string(seq) + ", " + std::to_string(inner) + "; " + std::to_string(width) +
+                       "], positions " + places[static_cast<int>(positions)] + " + " + std::to_string(offset);
+  const std::pair<const char*, int64_t> rest[] = {{"base shift", base_shift},
+                                                  {"out shift", out_shift},
+                                                  {"base gap", base_gap},
+                                                  {"out gap", out_gap},
+                                                  {"column stride", column_stride},
+                                                  {"resident", resident_threads},
+                                                  {"seed", static_cast<int64_t>(seed)}};
+  for (const auto& [name, value] : rest) result += std::string(", ") + name + " " + std::to_string(value);
+  return result + (wide_ids ? "" : ", int32 ids") + (wide_positions ? "" : ", int32 positions") +
+         (expanded_base ? ", expanded base" : "");
+}
+
+// Near positions, and those where one way of making waves gives way to another.
+int64_t some_position(Random& random, bool wide, bool far) {
+  const int64_t edges[] = {int64_t{1} << 18, int64_t{1} << 24, int64_t{1} << 31,
+                           int64_t{1} << 32, int64_t{1} << 40, int64_t{1} << 62};
+  int64_t position = random.below(5000);
+  if (far && random.below(2) == 0) position = edges[random.below(wide ? 6 : 2)] + random.below(9) - 4;
+  if (far && random.below(40) == 0) position = wide ? INT64_MAX : INT32_MAX;
+  if (random.below(3) == 0) position = -position - random.below(2);
+  return position;
+}
+
+// The tensors of a case, and the parameters that describe them but for `out`.
+class ForwardTensors {
+ public:
+  explicit ForwardTensors(const ForwardCase& what)
+      : case_(what),
+        random_(what.seed),
+        base_(what.dtype, what.base_shift + base_rows() * base_row() - (base_rows() > 0 ? what.base_gap : 0)),
+        ids_(some_ids(), what.wide_ids),
+        positions_(some_positions(), what.wide_positions) {
+    base_.fill(random_);
+    set_waves();
+    params.grid = {what.outer, what.seq, what.inner};
+    params.dtype = what.dtype;
+    params.source = what.source;
+    params.token_scale = 22.62741699796952;
+    if (what.source != Source::none) params.base = base_.at(what.base_shift);
+    params.column_stride = what.column_stride;
+    if (what.source == Source::gathered) {
+      params.ids = ids_.view();
+      params.rows = what.rows;
+      params.row_stride = base_row();
+    }
+    if (what.source == Source::dense) params.base_strides = strides(base_row());
+    if (what.expanded_base) params.base_strides = {0, base_row(), 0};
+    params.out_strides = strides(out_row());
+  }
+
+  Elements new_out() const {
+    const int64_t count = case_.out_shift + case_.tokens() * out_row() - (case_.tokens() > 0 ? case_.out_gap : 0);
+    return Elements(case_.dtype, count);
+  }
+  void set_ids(const std::vector<int64_t>& ids) {
+    ids_ = IntegerTensor(ids, case_.wide_ids);
+    params.ids = ids_.view();
+  }
+  int64_t out_row() const { return case_.width + case_.out_gap; }
+
+  ForwardParams params;
+
+ private:
+  // Without the gap after the last column: views must not own it.
+  int64_t base_row() const { return (case_.width - 1) * case_.column_stride + 1 + case_.base_gap; }
+  int64_t base_rows() const {
+    if (case_.source == Source::none) return 0;
+    return case_.source == Source::gathered ? case_.rows : case_.expanded_base ? case_.seq : case_.tokens();
+  }
+
+  GridStrides strides(int64_t row) const { return {case_.seq * case_.inner * row, case_.inner * row, row}; }
+
+  std::vector<int64_t> some_ids() {
+    std::vector<int64_t> ids(case_.source == Source::gathered ? case_.tokens() : 0);
+    for (int64_t& id : ids) id = random_.below(case_.rows);
+    if (!ids.empty()) ids[0] = case_.rows - 1, ids[ids.size() / 2] = 0;  // the last row: past it, ASan sees
+    return ids;
+  }
+
+  std::vector<int64_t> some_positions() {
+    const int64_t count = case_.positions == Positions::running  ? 0
+                          : case_.positions == Positions::shared ? case_.seq
+                                                                 : case_.tokens();
+    std::vector<int64_t> positions(count);
+    for (int64_t& position : positions) position = some_position(random_, case_.wide_positions, case_.far_positions);
+    return positions;
+  }
+
+  void set_waves() {
+    Waves& waves = params.waves;
+    waves.layout = Layout::make(case_.kind, case_.odd, case_.width);
+    waves.precision = case_.precision;
+    const int64_t width = case_.odd == OddRule::round_up ? case_.width + case_.width % 2 : case_.width;
+    const auto table = frequencies(10000.0, case_.divisor, width, waves.layout.pairs());
+    waves.frequencies.pairs = table->pairs;
+    for (int i = 0; i < 4; ++i) waves.frequencies.turns[i] = copy(table->turns[i], words_[i]);
+    waves.frequencies.angular = copy(table->angular, angular_);
+    waves.offset = case_.offset;
+    if (case_.positions == Positions::running) return;
+    waves.positions = positions_.view();
+    waves.position_strides = {case_.seq * case_.inner, case_.inner, 1};
+    if (case_.positions == Positions::shared) waves.position_strides = {0, 1, 0};
+  }
+
+  template <class T>
+  static const T* copy(const std::vector<T>& from, Buffer<T>& to) {
+    to = Buffer<T>(static_cast<int64_t>(from.size()));
+    std::copy(from.begin(), from.end(), to.data());
+    return to.data();
+  }
+
+  const ForwardCase case_;
+  Random random_;
+  Elements base_;
+  IntegerTensor ids_, positions_;
+  Buffer<uint32_t> words_[4] = {Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0)};
+  Buffer<float> angular_{0};
+};
+
+void check_case(const ForwardCase& what) {
+  ForwardTensors tensors(what);
+  Elements expected = tensors.new_out(), got = tensors.new_out();
+  ForwardParams params = tensors.params;
+  params.out = expected.at(what.out_shift);
+  if (what.tokens() > 0) cpu::forward(params, run_serially);
+  params.out = got.at(what.out_shift);
+  const Device device(what.resident_threads);
+  cuda::forward(params, device.launch);
+  const int64_t at = expected.first_difference(got);
+  expect(at < 0, what.text() + ": element " + std::to_string(at) + " differs");
+  expect(device.recorded_nothing(), what.text() + ": a bad id was recorded");
+}
+
+// ---- groups
+
+constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float64, Dtype::float16};
+constexpr Source kSources[] = {Source::gathered, Source::dense, Source::none};
+constexpr LayoutKind kKinds[] = {LayoutKind::interleaved, LayoutKind::sin_cos, LayoutKind::cos_sin, LayoutKind::none};
+constexpr OddRule kOddRules[] = {OddRule::sine, OddRule::zero, OddRule::round_up};
+constexpr Precision kPrecisions[] = {Precision::exact, Precision::reference};
+constexpr Positions kPositions[] = {Positions::running, Positions::shared, Positions::per_token};
+
+std::vector<Dtype> dtypes(const Options& options) {
+  return {std::begin(kDtypes), std::begin(kDtypes) + (options.few ? 2 : 4)};
+}
+
+// Every kernel: source, layout, precision and kind of position, where whole vectors fit and where they do not; with a
+// token for each thread and with many; both widths of integers; all positions far.
+void check_kernels(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : kSources)
+      for (const LayoutKind kind : kKinds)
+        for (const Precision precision : kPrecisions)
+          for (const Positions positions : kPositions)
+            for (const int64_t width : {32, 35}) {
+              ForwardCase what{dtype, source, kind};
+              what.precision = precision;
+              what.positions = positions;
+              what.width = width;
+              what.odd = kOddRules[(static_cast<int>(source) + static_cast<int>(kind)) % 3];
+              what.seed = static_cast<uint64_t>(width + static_cast<int>(kind));
+              check_case(what);
+              what.outer = 11, what.seq = 3;
+              what.resident_threads = 1;
+              what.wide_positions = false;
+              check_case(what);
+              if (options.few) continue;
+              what.wide_ids = false, what.wide_positions = true;
+              check_case(what);
+              std::swap(what.outer, what.seq);
+              what.offset = (int64_t{5} << 33) + 7;
+              check_case(what);
+            }
+}
+
+void check_widths(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const LayoutKind kind : kKinds)
+      for (const OddRule odd : kOddRules)
+        for (const int64_t width : {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 24, 31, 40, 48, 63, 66, 127, 130}) {
+          ForwardCase what{dtype, Source::gathered, kind, odd};
+          what.width = width;
+          what.outer = 2, what.seq = 3;
+          what.positions = kPositions[width % 3];
+          what.divisor = width % 2 == 0 ? Divisor::half_minus_1 : Divisor::d;
+          what.precision = kPrecisions[width / 2 % 2];
+          check_case(what);
+        }
+}
+
+// More columns than a block has threads, in both kernels.
+void check_wide_rows(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const LayoutKind kind : kKinds)
+      for (const int64_t width : {1040, 4096 + 16, 777}) {
+        if (options.few && (width > 1040 || kind == LayoutKind::none)) continue;
+        ForwardCase what{dtype, Source::gathered, kind};
+        what.width = width;
+        what.outer = 2, what.seq = 2;
+        what.resident_threads = 512;
+        check_case(what);
+      }
+}
+
+// Batches around the rows in flight, lengths around the lanes of a block and of the grid, on devices that hold few
+// threads and many; both ways the batch may lie.
+void check_shapes(const Options& options) {
+  const int64_t sizes[] = {1, 2, 3, 4, 5, 8, 9, 13, 16, 33};
+  Random random(7);
+  for (const Dtype dtype : dtypes(options))
+    for (const int64_t batch : sizes)
+      for (const int64_t seq : sizes)
+        for (const bool sequence_first : {false, true}) {
+          if (options.few && batch * seq > 40) continue;
+          ForwardCase what{dtype, kSources[random.below(3)], kKinds[random.below(4)]};
+          (sequence_first ? what.inner : what.outer) = batch;
+          (sequence_first ? what.outer : what.inner) = 1;
+          what.seq = seq;
+          what.width = random.below(2) == 0 ? 16 : 23;
+          what.positions = kPositions[random.below(3)];
+          what.precision = kPrecisions[random.below(2)];
+          const int64_t resident[] = {1, 64, 300, 2048, 1 << 20};
+          what.resident_threads = resident[random.below(5)];
+          what.seed = random.bits();
+          check_case(what);
+        }
+}
+
+// Lanes on a grid that is capped: exactly one round of it, one lane more, one less.
+void check_grid_strides(const Options& options) {
+  for (const Source source : kSources)
+    for (const Positions positions : kPositions)
+      for (const int64_t width : {16, 19})
+        for (const int64_t seq : {127, 128, 129, 255, 256, 257, 512}) {
+          if (options.few && seq > 129) continue;
+          ForwardCase what{Dtype::bfloat16, source};
+          what.positions = positions;
+          what.outer = 2, what.seq = seq, what.width = width;
+          what.resident_threads = 1;
+          check_case(what);
+          what.resident_threads = 130;
+          check_case(what);
+        }
+}
+
+void check_positions(const Options& options) {
+  const int64_t offsets[] = {0,
+                             -3,
+                             (int64_t{1} << 18) - 3,
+                             -(int64_t{1} << 18) - 2,
+                             (int64_t{1} << 24) - 2,
+                             (int64_t{1} << 31) - 3,
+                             -(int64_t{1} << 31) - 3,
+                             (int64_t{1} << 32) - 3,
+                             -(int64_t{1} << 32) - 2,
+                             (int64_t{1} << 33) + 1,
+                             -(int64_t{1} << 40),
+                             (int64_t{1} << 62) + 12345,
+                             INT64_MAX - 10,
+                             INT64_MIN};
+  for (const Dtype dtype : dtypes(options))
+    for (const LayoutKind kind : {LayoutKind::interleaved, LayoutKind::cos_sin})
+      for (const Precision precision : kPrecisions)
+        for (const Positions positions : kPositions)
+          for (const int64_t offset : offsets)
+            for (const bool wide : {true, false})
+              for (const int64_t width : {32, 21}) {
+                if (positions == Positions::running && !wide) continue;
+                if (options.few && width == 21) continue;
+                ForwardCase what{dtype, Source::none, kind};
+                what.precision = precision;
+                what.positions = positions;
+                what.offset = offset;
+                what.wide_positions = wide;
+                what.far_positions = offset == 0;
+                what.outer = 2, what.seq = what.far_positions ? 30 : 7;
+                what.width = width;
+                what.seed = static_cast<uint64_t>(offset) + 3;
+                check_case(what);
+              }
+}
+
+void check_views(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : kSources)
+      for (const Positions positions : {Positions::running, Positions::per_token}) {
+        ForwardCase plain{dtype, source};
+        plain.positions = positions;
+        plain.width = 32;
+        const int64_t vector = 16 / size_of(dtype);
+        const auto check_with = [&](const auto& change) {
+          ForwardCase what = plain;
+          change(what);
+          check_case(what);
+        };
+        check_with([](ForwardCase& c) { c.base_shift = 1; });
+        check_with([](ForwardCase& c) { c.out_shift = 1; });
+        check_with([](ForwardCase& c) { c.base_gap = 1; });
+        check_with([](ForwardCase& c) { c.out_gap = 3; });
+        check_with([&](ForwardCase& c) { c.base_gap = vector, c.out_gap = 2 * vector; });
+        check_with([&](ForwardCase& c) { c.base_shift = vector, c.out_shift = vector; });
+        check_with([](ForwardCase& c) { c.column_stride = 2; });
+        check_with([](ForwardCase& c) { c.column_stride = 2, c.width = 17, c.base_gap = 5; });
+        check_with([](ForwardCase& c) { c.outer = 1, c.inner = 3, c.out_gap = 1; });
+        check_with([](ForwardCase& c) { c.wide_ids = false, c.rows = 1; });
+        check_with([](ForwardCase& c) { c.wide_ids = false, c.wide_positions = false; });
+        if (source == Source::dense) check_with([](ForwardCase& c) { c.expanded_base = true; });
+        if (source == Source::dense) check_with([](ForwardCase& c) { c.expanded_base = true, c.width = 15; });
+      }
+}
+
+void check_small_calls(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : kSources)
+      for (const int64_t width : {1, 8, 32}) {
+        for (const auto& [outer, seq] : {std::pair{0, 4}, {4, 0}, {0, 0}, {1, 1}, {1, 3}, {3, 1}}) {
+          ForwardCase what{dtype, source};
+          what.outer = outer, what.seq = seq, what.width = width;
+          what.positions = kPositions[(outer + seq) % 3];
+          check_case(what);
+        }
+      }
+  ForwardCase what;
+  what.inner = 2;
+  ForwardTensors tensors(what);
+  const Device device(1024);
+  bool threw = false;
+  try {
+    cuda::forward(tensors.params, device.launch);
+  } catch (const std::invalid_argument&) {
+    threw = true;
+  }
+  expect(threw, "two batch axes are refused");
+}
+
+// Any of everything.
+void check_mixtures(const Options& options) {
+  Random random(2024);
+  for (int i = 0; i < (options.few ? 80 : 500); ++i) {
+    const auto one_in = [&](int64_t n) { return random.below(n) == 0; };
+    ForwardCase what{kDtypes[random.below(options.few ? 2 : 4)], kSources[random.below(3)], kKinds[random.below(4)],
+                     kOddRules[random.below(3)]};
+    what.divisor = one_in(2) ? Divisor::d : Divisor::half_minus_1;
+    what.precision = kPrecisions[random.below(2)];
+    what.positions = kPositions[random.below(3)];
+    what.seq = 1 + random.below(one_in(4) ? 40 : 7);
+    (one_in(3) ? what.inner : what.outer) = 1 + random.below(9);
+    if (what.inner > 1) what.outer = 1;
+    what.width = one_in(2) ? 16 * (1 + random.below(5)) : 1 + random.below(70);
+    what.offset = one_in(2) ? some_position(random, true, true) : 0;
+    what.wide_ids = one_in(2), what.wide_positions = one_in(2);
+    what.rows = 1 + random.below(20);
+    if (one_in(6)) what.base_shift = 1 + random.below(8);
+    if (one_in(6)) what.out_shift = 1 + random.below(8);
+    if (one_in(4)) what.base_gap = random.below(17);
+    if (one_in(4)) what.out_gap = random.below(17);
+    if (one_in(9)) what.column_stride = 2 + random.below(2);
+    what.resident_threads = int64_t{1} << random.below(14);
+    what.seed = random.bits();
+    if (options.few && what.tokens() * what.width > 600) continue;
+    check_case(what);
+  }
+}
+
+// ---- bad ids
+
+// Ids of which the low half may look right.
+int64_t bad_id(Random& random, int64_t rows, bool wide) {
+  const int64_t candidates[] = {-1,        rows,     INT32_MAX, INT32_MIN, (int64_t{1} << 32) + 1, -(int64_t{1} << 32),
+                                INT64_MIN, INT64_MAX};
+  return candidates[random.below(wide ? 8 : 4)];
+}
+
+void check_bad_ids_of(const ForwardCase& what, int64_t count_bad) {
+  ForwardTensors tensors(what);
+  Random random(what.seed + 99);
+  std::vector<int64_t> ids(what.tokens()), bad_places;
+  for (int64_t& id : ids) id = random.below(what.rows);
+  std::vector<int64_t> good = ids;
+  for (int64_t i = 0; i < count_bad; ++i) {
+    const int64_t place = random.below(what.tokens());
+    ids[place] = i == 0 ? what.rows : bad_id(random, what.rows, what.wide_ids);
+    good[place] = 0;
+    bad_places.push_back(place);
+  }
+  const int64_t first = *std::min_element(bad_places.begin(), bad_places.end());
+
+  Elements expected = tensors.new_out(), got = tensors.new_out();
+  tensors.set_ids(good);
+  ForwardParams params = tensors.params;
+  params.out = expected.at(what.out_shift);
+  cpu::forward(params, run_serially);
+  for (const int64_t place : bad_places)  // back to the NaN that is in a new tensor
+    std::memset(expected.at(what.out_shift + place * tensors.out_row()), 0xFF, what.width * size_of(what.dtype));
+
+  tensors.set_ids(ids);
+  params = tensors.params;
+  params.out = got.at(what.out_shift);
+  Device device(what.resident_threads, 5);
+  cuda::forward(params, device.launch);
+  const int64_t at = expected.first_difference(got);
+  expect(at < 0, what.text() + ", bad ids: element " + std::to_string(at) + " differs");
+  expect(device.recorded(first, ids[first], what.rows), what.text() + ": not the first bad id was recorded");
+  if (got.count() > 0 && at < 0) {
+    bool all_nan = true;
+    for (int64_t c = 0; c < what.width; ++c) all_nan &= got.is_nan(what.out_shift + first * tensors.out_row() + c);
+    expect(all_nan, what.text() + ": the row of a bad id is NaN");
+  }
+
+  // A later call leaves the record alone, an earlier one takes it.
+  device.launch.call = 6;
+  cuda::forward(params, device.launch);
+  device.launch.call = 5;
+  expect(device.recorded(first, ids[first], what.rows), what.text() + ": a later call took the record");
+  device.launch.call = 4;
+  cuda::forward(params, device.launch);
+  expect(device.recorded(first, ids[first], what.rows), what.text() + ": an earlier call left the record");
+}
+
+void check_bad_ids(const Options& options) {
+  Random random(5);
+  for (const Dtype dtype : dtypes(options))
+    for (const LayoutKind kind : kKinds)
+      for (const Positions positions : kPositions)
+        for (const int64_t width : {16, 9})
+          for (const bool wide : {true, false})
+            for (const bool sequence_first : {false, true}) {
+              if (options.few && (sequence_first || wide)) continue;
+              ForwardCase what{dtype, Source::gathered, kind};
+              what.positions = positions;
+              what.width = width;
+              what.wide_ids = wide;
+              what.precision = kPrecisions[random.below(2)];
+              what.outer = sequence_first ? 1 : 6, what.inner = sequence_first ? 6 : 1;
+              what.seq = 7;
+              what.resident_threads = random.below(2) == 0 ? 64 : 8192;
+              what.seed = random.bits();
+              check_bad_ids_of(what, 1 + random.below(6));
+            }
+}
+
+void check_search(const Options& options) {
+  Random random(11);
+  for (const bool wide : {true, false})
+    for (const int64_t count : {0, 1, 255, 256, 257, 3000}) {
+      if (options.few && count > 257) continue;
+      for (const int64_t bad : {0, 1, 3}) {
+        std::vector<int64_t> ids(count);
+        for (int64_t& id : ids) id = random.below(40);
+        int64_t first = count;
+        for (int64_t i = 0; i < bad && count > 0; ++i) {
+          const int64_t place = random.below(count);
+          ids[place] = bad_id(random, 40, wide);
+          first = std::min(first, place);
+        }
+        const IntegerTensor tensor(ids, wide);
+        const Device device(count % 2 == 0 ? 1 : 4096, 3);
+        cuda::check_ids(tensor.view(), count, 40, device.launch);
+        expect(first == count ? device.recorded_nothing() : device.recorded(first, ids[first], 40),
+               "search among " + std::to_string(count) + " ids");
+      }
+    }
+}
+
+// ---- far apart in memory
+
+// Address space of which only what is touched costs memory.
+class SparseMemory {
+ public:
+  explicit SparseMemory(int64_t bytes)
+      : bytes_(bytes),
+        data_(static_cast<char*>(
+            mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
+    if (data_ == MAP_FAILED) throw std::runtime_error("no address space");
+  }
+  ~SparseMemory() { munmap(data_, bytes_); }
+  SparseMemory(const SparseMemory&) = delete;
+  char* data() const { return data_; }
+
+ private:
+  int64_t bytes_;
+  char* data_;
+};
+
+// The rows that a call reads or writes, one for each token, copied together and back.
+void copy_rows(char* far, const std::vector<int64_t>& offsets, Elements& near, int64_t width, int64_t size, bool out) {
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    void* const row = near.at(static_cast<int64_t>(i) * width);
+    std::memcpy(out ? far + offsets[i] : row, out ? row : far + offsets[i], width * size);
+  }
+}
+
+// Strides beyond 2^31 elements for both tensors, or rows of a table that lie as far apart as `row_bytes` says.
+void check_far_case(Dtype dtype, Source source, int64_t width, int64_t row_bytes, bool lanes_far) {
+  const int64_t size = size_of(dtype), apart = (int64_t{1} << 31) + 16;
+  const int64_t batch = 3, seq = 2;
+  ForwardCase shape{dtype, source};
+  shape.outer = batch, shape.seq = seq, shape.width = width;
+  shape.rows = 3;
+  ForwardTensors tensors(shape);
+  ForwardParams params = tensors.params;
+  params.out_strides = lanes_far ? GridStrides{width, apart, 0} : GridStrides{apart, width, 0};
+  params.base_strides = params.out_strides;
+  if (source == Source::gathered) params.row_stride = row_bytes / size;
+
+  const SparseMemory base(std::max(apart * size * 3, row_bytes * 3 + width * size)), out(apart * size * 3);
+  std::vector<int64_t> places, base_places;
+  for (int64_t o = 0; o < batch; ++o)
+    for (int64_t s = 0; s < seq; ++s) places.push_back(params.out_strides.at(o, s, 0) * size);
+  for (int64_t row = 0; row < 3; ++row) base_places.push_back(row * row_bytes);
+  const std::vector<int64_t>& read = source == Source::gathered ? base_places : places;
+
+  Random random(17);
+  Elements values(dtype, static_cast<int64_t>(read.size()) * width);
+  values.fill(random);
+  copy_rows(base.data(), read, values, width, size, true);
+  params.base = base.data();
+  params.out = out.data();
+  Elements expected(dtype, batch * seq * width), got(dtype, batch * seq * width);
+  cpu::forward(params, run_serially);
+  copy_rows(out.data(), places, expected, width, size, false);
+  madvise(out.data(), apart * size * 3, MADV_DONTNEED);
+  const Device device(1024);
+  cuda::forward(params, device.launch);
+  copy_rows(out.data(), places, got, width, size, false);
+  expect(expected.first_difference(got) < 0, std::string(name_of(dtype)) + " width " + std::to_string(width) +
+                                                 ", rows " + std::to_string(row_bytes) +
+                                                 " bytes apart, tokens far apart");
+}
+
+void check_far_apart(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const int64_t width : {32, 33})
+      for (const bool lanes_far : {false, true}) {
+        check_far_case(dtype, Source::dense, width, 0, lanes_far);
+        // The longest row that vectors take, the next one, and one beyond 2^31 elements.
+        for (const int64_t row_bytes : {(int64_t{1} << 32) - 16, int64_t{1} << 32, int64_t{9} << 31})
+          check_far_case(dtype, Source::gathered, width, row_bytes, lanes_far);
+      }
+}
+
+}  // namespace
+
+void check_forward(const Options& options) {
+  if (begin_group(options, "forward: kernels")) check_kernels(options);
+  if (begin_group(options, "forward: widths")) check_widths(options);
+  if (begin_group(options, "forward: wide rows")) check_wide_rows(options);
+  if (begin_group(options, "forward: shapes")) check_shapes(options);
+  if (begin_group(options, "forward: grid strides")) check_grid_strides(options);
+  if (begin_group(options, "forward: positions")) check_positions(options);
+  if (begin_group(options, "forward: views")) check_views(options);
+  if (begin_group(options, "forward: small calls")) check_small_calls(options);
+  if (begin_group(options, "forward: mixtures")) check_mixtures(options);
+  if (begin_group(options, "forward: bad ids")) check_bad_ids(options);
+  if (begin_group(options, "search for bad ids")) check_search(options);
+  if (!options.few && begin_group(options, "forward: far apart")) check_far_apart(options);
+}
+
+}  // namespace checks

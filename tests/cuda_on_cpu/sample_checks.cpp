@@ -1,0 +1,371 @@
+// Runs the sample kernels: all right ones against the host's own arithmetic, or, named on the command line, one wrong
+// one, which must not come through. Prints one line for each check that fails; the exit status says whether any did.
+#include <cmath>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "buffer.h"
+#include "sample_kernels.cuh"
+
+namespace {
+
+using namespace samples;
+
+int failures = 0;
+
+void check(bool passed, const char* what) {
+  if (passed) return;
+  ++failures;
+  std::printf("FAILED %s\n", what);
+}
+
+template <class T>
+bool same(T a, T b) {
+  return std::memcmp(&a, &b, sizeof(T)) == 0 || (a != a && b != b);
+}
+
+Buffer<float> some_floats(int64_t count, uint64_t seed) {
+  Random random(seed);
+  Buffer<float> values(count);
+  for (int64_t i = 0; i < count; ++i) values[i] = static_cast<float>(random.normal());
+  return values;
+}
+
+// ---- right ones
+
+float expected_arithmetic(float x, bool negate, int code, int word) {
+  float y = std::fma(x, x, -1.0f) / (x + 3.0f);
+  if (negate) y = -y;
+  const float choices[] = {y + 1.0f, y * 0.5f, y - x, std::fabs(y), std::fmin(y, x), std::fmax(y, x)};
+  return (code < 6 ? choices[code] : 7.0f) + static_cast<float>(word);
+}
+
+int64_t expected_integer(int64_t n, int64_t i) {
+  const uint64_t u = static_cast<uint64_t>(n);
+  uint64_t result = static_cast<uint64_t>(static_cast<unsigned __int128>(u) * 0x9E3779B97F4A7C15ull >> 64);
+  result ^= static_cast<uint64_t>(n >> (i & 63)) ^ u << ((i * 7) & 63);
+  result += (u & 0xFFFFFFFFu) * 0x85EBCA6Bu >> 32;
+  result -= static_cast<uint64_t>(n / (i + 1) + n % (i + 3)) + u / static_cast<uint64_t>(i + 5);
+  const uint32_t low = static_cast<uint32_t>(u);
+  result += static_cast<uint64_t>(__builtin_popcount(low) + (low == 0 ? 32 : __builtin_clz(low)));
+  return static_cast<int64_t>(result + static_cast<uint64_t>(std::llabs(n) % 1000));
+}
+
+void check_arithmetic() {
+  constexpr int64_t kCount = 300;
+  Buffer<float> in = some_floats(kCount, 1), out(kCount);
+  Buffer<int64_t> integers(kCount), integers_out(kCount);
+  Buffer<double> doubles(kCount), doubles_out(kCount);
+  Random random(2);
+  for (int64_t i = 0; i < kCount; ++i) {
+    integers[i] = static_cast<int64_t>(random.bits() >> (i % 60)) * (i % 2 == 0 ? 1 : -1);
+    doubles[i] = random.normal();
+  }
+  for (int code = 0; code < 8; ++code) {
+    const bool negate = code % 2 == 1;
+    Pointers args{in.data(), out.data(), kCount, negate, static_cast<uint8_t>(code), {5, -3, 0, 1 << 20, 7, -9}, 1.75};
+    POSENC_LAUNCH(arithmetic, dim3(3), dim3(128), 0, nullptr, args, integers.data(), doubles.data(),
+                  integers_out.data(), doubles_out.data());
+    for (int64_t i = 0; i < kCount; ++i) {
+      check(same(out[i], expected_arithmetic(in[i], negate, code, args.words[i % 6])), "arithmetic of floats");
+      check(integers_out[i] == expected_integer(integers[i], i), "arithmetic of integers");
+      const double wanted = doubles[i] * 1.75 / (doubles[i] + 0.25) - static_cast<double>(integers[i]);
+      check(same(doubles_out[i], wanted), "arithmetic of doubles");
+    }
+  }
+}
+
+// To `kept` bits of significand, to nearest, ties to even; of numbers in the normal range.
+float rounded_to(float x, int kept) {
+  uint32_t bits = cuda_on_cpu::reinterpret<uint32_t>(x);
+  const int dropped = 24 - kept;
+  bits += (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
+  return cuda_on_cpu::reinterpret<float>(bits >> dropped << dropped);
+}
+
+void check_conversions() {
+  constexpr int kCount = 400;
+  Buffer<float> in = some_floats(kCount, 3);
+  Buffer<uint32_t> out(kCount * 12);
+  for (int i = 100; i < kCount; ++i) in[i] = std::ldexp(in[i], i % 16);
+  for (int i = 300; i < kCount; ++i) in[i] = std::floor(in[i]) + 0.5f;  // halfway
+  POSENC_LAUNCH(conversions, dim3(4), dim3(128), 0, nullptr, in.data(), out.data(), kCount);
+  const auto bits = [](float x) { return cuda_on_cpu::reinterpret<uint32_t>(x); };
+  const auto upper = [&](float x) { return bits(rounded_to(x, 8)) >> 16; };
+  for (int i = 0; i < kCount; ++i) {
+    const float x = in[i];
+    const uint32_t* got = &out[i * 12];
+    check(got[0] == bits(rounded_to(x, 8)), "float to bf16 and back");
+    if (std::fabs(x) > 1e-4f && std::fabs(x) < 6e4f) check(got[1] == bits(rounded_to(x, 11)), "float to f16 and back");
+    check(got[2] == (upper(-x) << 16 | upper(x)), "pair of bf16");
+    check((got[3] ^ got[3] >> 16 ^ 0x8000u) % 65536 == 0, "pair of f16 of opposite signs");
+    check(static_cast<int32_t>(got[4]) == static_cast<int32_t>(x), "truncation");
+    check(static_cast<int32_t>(got[5]) == static_cast<int32_t>(std::floor(x)), "floor");
+    check(static_cast<int32_t>(got[6]) == static_cast<int32_t>(std::ceil(x)), "ceiling");
+    check(static_cast<int32_t>(got[7]) == static_cast<int32_t>(std::rint(x)), "nearest integer");
+    check(got[8] == bits(static_cast<float>(static_cast<int32_t>(bits(x)))), "float of int32");
+    check(got[9] == bits(static_cast<float>(uint64_t{bits(x)} * 0x10001u)), "float of uint64");
+    check(got[10] == bits(static_cast<float>(static_cast<double>(x) * 1.0000000596)), "float of double");
+    const uint32_t narrow =
+        static_cast<uint16_t>(bits(x) >> 7) + static_cast<uint32_t>(static_cast<int8_t>(bits(x) >> 3));
+    check(got[11] == narrow, "narrow integers");
+  }
+}
+
+void check_vectors() {
+  constexpr int kCount = 70;
+  Buffer<uint4> in(kCount), out(kCount);
+  Buffer<uint2> halves(kCount);
+  for (unsigned i = 0; i < kCount; ++i) in[i] = make_uint4(i, i * 3, i * 5, ~i);
+  POSENC_LAUNCH(vectors, dim3(3), dim3(32), 0, nullptr, in.data(), out.data(), halves.data(), kCount);
+  for (unsigned i = 0; i < kCount; ++i) {
+    check(out[i].x == ~i && out[i].y == i * 5 && out[i].z == i * 3 && out[i].w == i, "16-byte vectors");
+    check(halves[i].x == (i ^ i * 3) && halves[i].y == (i * 5 ^ ~i), "8-byte vectors");
+  }
+}
+
+void check_block_sum() {
+  constexpr int kCount = 1000, kThreads = 256, kBlocks = 4;
+  Buffer<float> in(kCount), out(kBlocks);
+  for (int i = 0; i < kCount; ++i) in[i] = static_cast<float>(i % 37);  // sums are exact in any order
+  POSENC_LAUNCH(block_sum, dim3(kBlocks), dim3(kThreads), 0, nullptr, in.data(), out.data(), kCount);
+  for (int block = 0; block < kBlocks; ++block) {
+    float sum = 0;
+    for (int i = block * kThreads; i < std::min(kCount, (block + 1) * kThreads); ++i) sum += in[i];
+    check(out[block] == sum, "sum of a block");
+  }
+}
+
+void check_rotation() {
+  constexpr int kThreads = 96, kRounds = 37;
+  Buffer<float> in = some_floats(2 * kThreads, 4), out(2 * kThreads);
+  for (int i = 0; i < 2 * kThreads; ++i) in[i] = static_cast<float>(i);
+  POSENC_LAUNCH(rotate_rounds, dim3(2), dim3(kThreads), 0, nullptr, in.data(), out.data(), kRounds);
+  for (int i = 0; i < 2 * kThreads; ++i) {
+    const int from = i / kThreads * kThreads + (i + kRounds) % kThreads;
+    check(out[i] == static_cast<float>(from + kRounds), "rotation through shared memory");
+  }
+}
+
+void check_last_block() {
+  constexpr int kBlocks = 9;
+  Buffer<float> in(kBlocks), partial(kBlocks), out(1);
+  Buffer<unsigned> done(1);
+  done[0] = 0;
+  float sum = 0;
+  for (int i = 0; i < kBlocks; ++i) in[i] = static_cast<float>(i + 1), sum += 2 * in[i];
+  POSENC_LAUNCH(last_block_sum, kBlocks, 64, 0, nullptr, in.data(), partial.data(), out.data(), done.data());
+  check(out[0] == sum, "sum by the last block");
+}
+
+void check_warp_operations() {
+  Buffer<int> in(32), out(32 * 8);
+  uint32_t thirds = 0;
+  for (int i = 0; i < 32; ++i) {
+    in[i] = i * i - 5;
+    if (in[i] % 3 == 0) thirds |= 1u << i;
+  }
+  POSENC_LAUNCH(warp_operations, dim3(1), dim3(32), 0, nullptr, in.data(), out.data());
+  for (int i = 0; i < 32; ++i) {
+    const int* got = &out[i * 8];
+    check(got[0] == in[i * 3 % 32], "shuffle");
+    check(got[1] == in[i < 3 ? i : i - 3], "shuffle up");
+    check(got[2] == in[i % 16 + 5 < 16 ? i + 5 : i], "shuffle down in halves");
+    check(got[3] == in[(i ^ 9) < (i | 7) + 1 ? i ^ 9 : i], "shuffle by exclusive or, in eighths");
+    check(static_cast<uint32_t>(got[4]) == thirds, "ballot");
+    check(got[5] == 0 && got[6] == 1, "any and all");
+    check(got[7] == (i < 8 ? in[i / 4 * 4 + 2] : in[31 - i]), "shuffle among some");
+  }
+}
+
+void check_atomics() {
+  constexpr int kCount = 200;
+  Buffer<int> in(kCount), ints(5);
+  Buffer<unsigned long long> longs(2);
+  Buffer<float> sum(1);
+  std::fill_n(ints.data(), 5, 0), std::fill_n(longs.data(), 2, 0), sum[0] = 0;
+  int total = 0;
+  unsigned long long bytes = 0;
+  for (int i = 0; i < kCount; ++i) in[i] = (i * 31) % 57 - 20, total += in[i], bytes += in[i] & 0xFF;
+  POSENC_LAUNCH(atomics, dim3(4), dim3(64), 0, nullptr, in.data(), ints.data(), longs.data(), sum.data(), kCount);
+  check(ints[0] == total && ints[1] == -20 && ints[2] == 36 && ints[3] == 77 && ints[4] == 9, "atomics of 4 bytes");
+  check(longs[0] == bytes && longs[1] == 199ull << 33, "atomics of 8 bytes");
+  check(sum[0] == 100.0f, "atomic sum of floats");
+}
+
+void check_local_array() {
+  constexpr int kCount = 40;
+  Buffer<float> in(kCount), out(kCount);
+  for (int i = 0; i < kCount; ++i) in[i] = static_cast<float>(i % 5);
+  const Pointers args{in.data(), out.data(), kCount, false, 0, {3, 17, 23, 8, 0, 11}, 1.0};
+  POSENC_LAUNCH(local_array, dim3(2), dim3(32), 0, nullptr, args);
+  for (int i = 0; i < kCount; ++i) {
+    float values[24];
+    for (int k = 0; k < 24; ++k) values[k] = in[i] * static_cast<float>(k);
+    for (int k = 0; k < 48; ++k) values[args.words[k % 6] % 24] += values[(args.words[k % 5] + k) % 24];
+    check(out[i] == values[args.words[i % 6] % 24], "local memory");
+  }
+}
+
+template <class T>
+void check_scaled() {
+  constexpr int kCount = 300;
+  Buffer<T> in(kCount), out(kCount);
+  for (int i = 0; i < kCount; ++i) in[i] = static_cast<T>(i) / 7;
+  POSENC_LAUNCH((scaled<T>), dim3(2), dim3(64), 0, nullptr, in.data(), out.data(), T{3}, kCount);
+  for (int i = 0; i < kCount; ++i) check(out[i] == in[i] * 3, "a template, with scalars");
+}
+
+void run_all() {
+  check_arithmetic();
+  check_conversions();
+  check_vectors();
+  check_block_sum();
+  check_rotation();
+  check_last_block();
+  check_warp_operations();
+  check_atomics();
+  check_local_array();
+  check_scaled<float>();
+  check_scaled<double>();
+}
+
+// ---- wrong ones
+
+using Floats = Buffer<float>;
+
+Floats zeros(int64_t count) {
+  Floats values(count);
+  std::fill_n(values.data(), count, 0.0f);
+  return values;
+}
+
+const std::map<std::string, std::function<void()>> kWrong = {
+    {"reads_too_far",
+     [] {
+       Floats in = zeros(32), out = zeros(32);
+       POSENC_LAUNCH(reads_too_far, dim3(1), dim3(32), 0, nullptr, in.data(), out.data());
+     }},
+    {"writes_too_far",
+     [] {
+       Floats out = zeros(64);
+       POSENC_LAUNCH(writes_too_far, dim3(2), dim3(32), 0, nullptr, out.data());
+     }},
+    {"loads_vectors_anywhere",
+     [] {
+       Floats in = zeros(33), out = zeros(32);
+       POSENC_LAUNCH(loads_vectors_anywhere, dim3(1), dim3(8), 0, nullptr, in.data() + 1, out.data());
+     }},
+    {"overruns_shared",
+     [] {
+       Floats out = zeros(32);
+       POSENC_LAUNCH(overruns_shared, dim3(1), dim3(32), 0, nullptr, out.data());
+     }},
+    {"reads_unwritten_shared",
+     [] {
+       Floats out = zeros(32);
+       POSENC_LAUNCH(reads_unwritten_shared, dim3(1), dim3(32), 0, nullptr, out.data());
+       for (int i = 0; i < 32; ++i) check(out[i] == 1.0f, "a value from shared memory");
+     }},
+    {"leaves_out_barrier",
+     [] {
+       Floats in = zeros(128), out = zeros(128);
+       POSENC_LAUNCH(leaves_out_barrier, dim3(1), dim3(128), 0, nullptr, in.data(), out.data());
+     }},
+    {"leaves_out_second_barrier",
+     [] {
+       Floats in = zeros(128), out = zeros(128);
+       POSENC_LAUNCH(leaves_out_second_barrier, dim3(1), dim3(128), 0, nullptr, in.data(), out.data(), 3);
+     }},
+    {"ends_before_barrier",
+     [] {
+       Floats out = zeros(64);
+       POSENC_LAUNCH(ends_before_barrier, dim3(1), dim3(64), 0, nullptr, out.data());
+     }},
+    {"waits_at_two_barriers",
+     [] {
+       Floats out = zeros(64);
+       POSENC_LAUNCH(waits_at_two_barriers, dim3(1), dim3(64), 0, nullptr, out.data());
+     }},
+    {"names_absent_lanes",
+     [] {
+       Buffer<int> out(32);
+       POSENC_LAUNCH(names_absent_lanes, dim3(1), dim3(32), 0, nullptr, out.data());
+     }},
+    {"reads_outside_mask",
+     [] {
+       Buffer<int> out(32);
+       POSENC_LAUNCH(reads_outside_mask, dim3(1), dim3(32), 0, nullptr, out.data());
+     }},
+    {"adds_in_block",
+     [] {
+       Floats out = zeros(1);
+       POSENC_LAUNCH(adds_in_block, dim3(1), dim3(32), 0, nullptr, out.data());
+     }},
+    {"adds_across_blocks",
+     [] {
+       Floats out = zeros(1);
+       POSENC_LAUNCH(adds_across_blocks, dim3(3), dim3(256), 0, nullptr, out.data());
+     }},
+    {"adds_across_blocks_with_barriers",
+     [] {
+       Floats out = zeros(1);
+       POSENC_LAUNCH(adds_across_blocks_with_barriers, dim3(3), dim3(256), 0, nullptr, out.data());
+     }},
+    {"publishes_without_fence",
+     [] {
+       Floats partial = zeros(9), out = zeros(1);
+       Buffer<unsigned> done(1);
+       done[0] = 0;
+       POSENC_LAUNCH(publishes_without_fence, dim3(9), dim3(32), 0, nullptr, partial.data(), out.data(), done.data());
+     }},
+    {"waits_for_another",
+     [] {
+       Buffer<unsigned> flag(1);
+       flag[0] = 0;
+       POSENC_LAUNCH(waits_for_another, dim3(1), dim3(32), 0, nullptr, flag.data());
+     }},
+    {"adds_to_half_an_atomic",
+     [] {
+       Buffer<unsigned> words(2);
+       POSENC_LAUNCH(adds_to_half_an_atomic, dim3(1), dim3(1), 0, nullptr, reinterpret_cast<char*>(words.data()));
+     }},
+    {"no_blocks",
+     [] {
+       Floats in = zeros(1), out = zeros(1);
+       POSENC_LAUNCH((scaled<float>), dim3(0), dim3(32), 0, nullptr, in.data(), out.data(), 1.0f, 1);
+     }},
+    {"too_many_threads",
+     [] {
+       Floats in = zeros(1), out = zeros(1);
+       POSENC_LAUNCH((scaled<float>), dim3(1), dim3(64, 32), 0, nullptr, in.data(), out.data(), 1.0f, 1);
+     }},
+    {"grid_beyond_32_bits",
+     [] {
+       Floats in = zeros(1), out = zeros(1);
+       POSENC_LAUNCH((scaled<float>), int64_t{1} << 32 | 1, dim3(32), 0, nullptr, in.data(), out.data(), 1.0f, 1);
+     }},
+    {"more_threads_than_launch_bounds",  // only PTX says what they are
+     [] {
+       Floats in = zeros(1), out = zeros(1);
+       POSENC_LAUNCH((scaled<float>), dim3(1), dim3(256), 0, nullptr, in.data(), out.data(), 1.0f, 1);
+     }},
+    {"dynamic_shared_memory",
+     [] {
+       Floats in = zeros(1), out = zeros(1);
+       POSENC_LAUNCH((scaled<float>), dim3(1), dim3(32), 64, nullptr, in.data(), out.data(), 1.0f, 1);
+     }},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 1) {
+    run_all();
+  } else {
+    kWrong.at(argv[1])();
+  }
+  std::printf("%s\n", failures == 0 ? "passed" : "failed");
+  return failures == 0 ? 0 : 1;
+}
