@@ -3,7 +3,8 @@
 Environment:
     POSENC_NO_CUDA=1        leave the CUDA half out even though nvcc is found
     POSENC_FORCE_CUDA=1     fail if the CUDA half cannot be built
-    TORCH_CUDA_ARCH_LIST    architectures of the CUDA half (default below; never taken from a visible GPU)
+    TORCH_CUDA_ARCH_LIST    architectures of the CUDA half (default: those of the list below that nvcc knows, and PTX of
+                            the newest; never taken from a visible GPU)
     DEBUG=1                 -O0 -g
     MAX_JOBS                compile jobs
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-DEFAULT_CUDA_ARCHS = "7.5;8.0;9.0;10.0;12.0+PTX"
+DEFAULT_CUDA_ARCHS = ("7.5", "8.0", "9.0", "10.0", "12.0")
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10: one build loads in every later torch
 
 
@@ -62,6 +63,12 @@ def cuda_paths(nvcc: Path) -> tuple[list[str], list[str]]:
     variables = dict(re.findall(r"^#\$ (\w+)=(.*)$", dry, re.MULTILINE))
     listed = {key: re.findall(r'"?-[IL]([^"\s]+)"?', variables.get(key, "")) for key in ("INCLUDES", "LIBRARIES")}
     return listed["INCLUDES"], listed["LIBRARIES"]
+
+
+def default_architectures(nvcc: Path) -> str:
+    """Of the default list what this nvcc can compile for, in the form of TORCH_CUDA_ARCH_LIST."""
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
+    return ";".join(a for a in DEFAULT_CUDA_ARCHS if f"sm_{a.replace('.', '')}" in known.split()) + "+PTX"
 
 
 def architecture_flags(listed: str) -> list[str]:
@@ -114,10 +121,10 @@ def extension() -> dict:
 
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("**/*.cpp"))
     nvcc = find_nvcc()
-    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS
     debug = os.environ.get("DEBUG") == "1"
     # -ffp-contract=off and no fast-math: results must not depend on what the compiler may fuse.
     flags = ["-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-fvisibility=hidden"]
+    flags += [f"-ffile-prefix-map={ROOT}=."]  # what is built does not say where
     flags += ["-O0", "-g"] if debug else ["-O3", "-g0"]
     macros = [("TORCH_TARGET_VERSION", TORCH_TARGET), ("POSENC_TORCH_VERSION", f'"{torch.__version__}"')]
     # Without the pybind11 package, its headers among torch's own will do.
@@ -125,6 +132,7 @@ def extension() -> dict:
     include_dirs = [str(Path(folder) / "include") for folder in pybind11.submodule_search_locations] if pybind11 else []
     library_dirs, libraries = [], []
     if nvcc:
+        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
         _, library_dirs = cuda_paths(nvcc)
         libraries = ["cudart_static", "dl", "pthread", "rt"]
         macros += [("POSENC_WITH_CUDA", None), ("POSENC_CUDA_ARCHS", f'"{architectures}"')]

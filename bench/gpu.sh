@@ -23,10 +23,8 @@ case "${1-}" in
   --dry-run) dry_run=1 ;;
   *) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
-mkdir -p "$OUT" || exit 2
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 summary=$OUT/summary.txt
-: > "$summary"
 failed=0
 
 say() { printf '%s\n' "$*" | tee -a "$summary"; }
@@ -71,7 +69,7 @@ else
     arch=$("$PYTHON" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())' 2> /dev/null | tail -n 1)
   fi
   if [[ ! $arch =~ ^[0-9]+\.[0-9]+$ ]]; then
-    say "no GPU found, neither by nvidia-smi nor by torch (--dry-run tries this script on the CPU)"
+    echo "no GPU found, neither by nvidia-smi nor by torch (--dry-run tries this script on the CPU)"
     exit 2
   fi
   export POSENC_FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=$arch
@@ -80,6 +78,8 @@ else
     if ! command -v nvcc > /dev/null && [[ -n $home && -x $home/bin/nvcc ]]; then export PATH=$home/bin:$PATH; fi
   done
 fi
+mkdir -p "$OUT" || exit 2
+: > "$summary"
 {
   echo "architecture $arch, commit $(git rev-parse --short HEAD 2> /dev/null || echo unknown)"
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2> /dev/null

@@ -155,8 +155,8 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Te
   aoti_torch_get_device_index(like.get(), &device_index);
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, device_type, device_index, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  dtype, device_type, device_index, &handle));
   return Tensor(handle);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -192,8 +193,13 @@ def _show_time_and_memory(seed: int) -> None:
 
 def _interleaved_medians(modules: Sequence[nn.Module], ids: Tensor) -> list[float]:
     """Seconds per call of each module. They take turns, so that a busy moment of the machine falls on all."""
-    from torch.utils.benchmark import Timer  # here, since it warns where there is a CUDA toolkit and no GPU
+    # Loading it warns of a CUDA toolkit without a GPU, which matters to nobody here.
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    from torch.utils.benchmark import Timer
 
+    logger.setLevel(level)
     threads = torch.get_num_threads()
     timers = [Timer("module(ids)", globals={"module": m, "ids": ids}, num_threads=threads) for m in modules]
     rounds = [[timer.timeit(1).mean for timer in timers] for _ in range(ROUNDS)]

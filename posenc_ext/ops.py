@@ -14,6 +14,7 @@ forward mode drops the tangent, as every custom op does, and must go through `po
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +24,16 @@ from torch import Tensor
 try:
     from posenc_ext import _C  # noqa: F401  (importing it registers the ops)
 except ImportError as error:
+    _folder = Path(__file__).parent
+    if not any(_folder.glob("_C*.so")):
+        raise ImportError(
+            f"posenc_ext: {_folder} holds the sources and no compiled half (posenc_ext._C). Python finds them first "
+            "where it is started in a checkout: start it elsewhere to use the installed package, or build in place with "
+            "`python setup.py build_ext --inplace`"
+        ) from error
     raise ImportError(
         f"posenc_ext: the compiled half posenc_ext._C cannot be loaded under torch {torch.__version__}: {error}. "
-        "Install with `pip install .`; in a checkout, `python setup.py build_ext --inplace`"
+        "Install it anew with `pip install .`"
     ) from error
 from posenc_ext.conventions import NO_WAVES, SEQUENCE_FIRST, Recipe
 

@@ -259,7 +259,7 @@ def test_report_of_the_gate(tmp_path):
 def test_other_reports_are_refused(tmp_path, content, capsys):
     path = tmp_path / "sass.json"
     path.write_text(content)
-    assert main(["--dry-run", "--list", "--sass", str(path)]) == 2
+    assert main(["--estimate-only", "--sass", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -28,6 +28,7 @@ from .measures import Measure, measures, run
 ROUNDS = 15
 SECONDS = 2.0  # for the rounds of one measure
 LIMIT = 600.0
+BUDGET = Path("csrc/cuda/sass_budget.json")  # in a checkout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = measures(tiny=args.dry_run)
     try:
         chosen = select(known, args.only)
+        if args.list:
+            for measure in chosen:
+                print(f"{measure.name:44} {measure.title}")
+            return 0
+        if args.estimate_only:
+            _show_estimates(roofline.estimates(args.sass or BUDGET, roofline.chip_of(args.chip or "")))
+            return 0
         clock = _clock(args.dry_run)
         machine = facts(clock.device)
         chip = roofline.chip_of(args.chip or machine.get("gpu", ""))
@@ -48,10 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
-    if args.list:
-        for measure in chosen:
-            print(f"{measure.name:44} {measure.title}")
-        return 0
     if args.dry_run:
         settings = Settings(rounds=args.rounds or 2, seconds=0.0, quick=args.quick)
     else:
@@ -61,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = _run(chosen, clock, settings, args.seconds, path, machine, estimates)
     table.show(headline(machine), table.COLUMNS, table.cells(found, {m.name: m.title for m in chosen}))
     if estimates:
-        title = f"Upper bounds of the forward, {roofline.LABEL}: instructions from the disassembly, data sheet figures"
-        table.show(title, table.ESTIMATE_COLUMNS, table.estimate_cells(estimates), left=2)
+        _show_estimates(estimates)
     failures = failures_of(found)
     for line in failures:
         print(line)
@@ -73,6 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if path is not None:
         print(f"kept in {path}")
     return 1 if args.strict and (failures or any(row.passed is False for row in found)) else 0
+
+
+def _show_estimates(estimates: list[dict[str, Any]]) -> None:
+    title = f"Upper bounds of the forward, {roofline.LABEL}: instructions from the disassembly, data sheet figures"
+    table.show(title, table.ESTIMATE_COLUMNS, table.estimate_cells(estimates), left=2)
 
 
 def _run(
@@ -146,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help=f"rounds of timings ({ROUNDS})")
     parser.add_argument("--seconds", type=float, default=LIMIT, help=f"begin no measure after that time ({LIMIT:.0f})")
     parser.add_argument("--sass", type=Path, metavar="REPORT.json", help="add an estimate from the disassembly gate")
+    parser.add_argument("--estimate-only", action="store_true", help="the estimate alone, which needs no GPU")
     parser.add_argument("--chip", choices=sorted(roofline.CHIPS), help="data sheet for the estimate (that of the GPU)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where to keep the result")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed or a contender fails")
