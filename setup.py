@@ -24,6 +24,8 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 DEFAULT_CUDA_ARCHS = ("7.5", "8.0", "9.0", "10.0", "12.0")
+# Names that TORCH_CUDA_ARCH_LIST may hold.
+ARCHITECTURE_NAMES = {"Turing": "7.5", "Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10: one build loads in every later torch
 
 
@@ -68,13 +70,19 @@ def cuda_paths(nvcc: Path) -> tuple[list[str], list[str]]:
 def default_architectures(nvcc: Path) -> str:
     """Of the default list what this nvcc can compile for, in the form of TORCH_CUDA_ARCH_LIST."""
     known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
-    return ";".join(a for a in DEFAULT_CUDA_ARCHS if f"sm_{a.replace('.', '')}" in known.split()) + "+PTX"
+    chosen = [a for a in DEFAULT_CUDA_ARCHS if f"sm_{a.replace('.', '')}" in known.split()]
+    if not chosen:
+        raise SystemExit(f"posenc_ext: {nvcc} compiles for none of {', '.join(DEFAULT_CUDA_ARCHS)}; POSENC_NO_CUDA=1?")
+    # 10.0 too, whose PTX serves what lies between it and 12.0.
+    return ";".join(f"{a}+PTX" if a in ("10.0", chosen[-1]) else a for a in chosen)
 
 
 def architecture_flags(listed: str) -> list[str]:
     """The nvcc flags of a TORCH_CUDA_ARCH_LIST such as "8.0;9.0+PTX"."""
     flags = []
-    for architecture in re.split(r"[;\s]+", listed.strip()):
+    for name, numbers in ARCHITECTURE_NAMES.items():
+        listed = re.sub(rf"\b{name}(\+PTX)?", lambda match, n=numbers: n + (match[1] or ""), listed)
+    for architecture in filter(None, re.split(r"[;,\s]+", listed)):
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
         if not match:
             raise SystemExit(f"posenc_ext: TORCH_CUDA_ARCH_LIST must list numbers such as 9.0 or 9.0+PTX, got {listed}")
@@ -96,6 +104,7 @@ def compile_cuda(nvcc: Path, folder: Path, architectures: str, debug: bool) -> l
     flags = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DPOSENC_WITH_CUDA"]
     flags += ["-G", "-g"] if debug else []
     flags += architecture_flags(architectures)
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     newest = max(path.stat().st_mtime for path in [*headers, ROOT / "setup.py"])
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -103,14 +112,17 @@ def compile_cuda(nvcc: Path, folder: Path, architectures: str, debug: bool) -> l
         target = folder / f"{source.stem}.o"
         command = [str(nvcc), *flags, "-c", str(source), "-o", str(target)]
         record = target.with_suffix(".command")
-        fresh = target.exists() and record.exists() and record.read_text() == " ".join(command)
+        made_by = " ".join(command) + "\n" + version
+        fresh = target.exists() and record.exists() and record.read_text() == made_by
         if not fresh or target.stat().st_mtime < max(newest, source.stat().st_mtime):
             print(" ".join(command), flush=True)
+            record.unlink(missing_ok=True)  # written last: a target without it is half made
             subprocess.run(command, check=True)
-            record.write_text(" ".join(command))
+            record.write_text(made_by)
         return str(target)
 
-    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+    jobs = os.environ.get("MAX_JOBS", "")
+    with ThreadPoolExecutor(int(jobs) if jobs.isdigit() and int(jobs) > 0 else os.cpu_count()) as pool:
         return list(pool.map(build, sources))
 
 
@@ -153,6 +165,7 @@ def extension() -> dict:
         """Compiles the CUDA half first and links it in."""
 
         def build_extensions(self) -> None:
+            self.force = True  # what is out of date is found out object by object, by ninja where it is there
             if nvcc:
                 objects = compile_cuda(nvcc, Path(self.build_temp).absolute() / "cuda", architectures, debug)
                 module.extra_objects = objects

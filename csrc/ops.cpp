@@ -241,7 +241,7 @@ void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, i
   const PreparedEmbed prepared =
       prepare_embed(weight, input, positions, offset, {base, flags, "embed"}, out ? &*out : nullptr, "embed");
   if (weight.is_cpu()) return;
-  const CudaCall call(cuda::Op::embed, weight);
+  const CudaCall call(cuda::Op::check, weight);
   cuda::check_ids(prepared.params.ids, input.numel(), prepared.params.rows, call->launch());
   call->finish_and_wait();
 }

@@ -66,7 +66,8 @@ def embed(
         [*input.shape, d_model] in the dtype of `weight`: computed in fp32 (fp64 for fp64) and rounded once.
 
     Raises:
-        IndexError: an id outside [0, vocab_size); nothing has been written.
+        IndexError: an id outside [0, vocab_size); nothing has been written. On CUDA it comes later:
+            see `posenc_ext.check_errors`.
         ValueError: any other argument that does not fit.
         NotImplementedError: `sparse=True` inside torch.compile or torch.export.
     """

@@ -28,8 +28,8 @@ except ImportError as error:
     if not any(_folder.glob("_C*.so")):
         raise ImportError(
             f"posenc_ext: {_folder} holds the sources and no compiled half (posenc_ext._C). Python finds them first "
-            "where it is started in a checkout: start it elsewhere to use the installed package, or build in place with "
-            "`python setup.py build_ext --inplace`"
+            "where it is started in a checkout: start it elsewhere to use the installed package, or build in place "
+            "with `python setup.py build_ext --inplace`"
         ) from error
     raise ImportError(
         f"posenc_ext: the compiled half posenc_ext._C cannot be loaded under torch {torch.__version__}: {error}. "

@@ -21,6 +21,8 @@ int64_t Call::read(const int32_t*) const { throw_absent(); }
 void Call::finish() const { throw_absent(); }
 void Call::finish_and_wait() const { throw_absent(); }
 bool Call::capturing() const { throw_absent(); }
+void Call::raise_launch_error() const { throw_absent(); }
+void Call::raise_bad_id() const { throw_absent(); }
 void check_errors() {}
 
 void forward(const ForwardParams&, const Launch&) { throw_absent(); }

@@ -1,4 +1,4 @@
-// Looks for ids outside the table and does nothing else.
+// Looks for ids outside the table and does nothing else; and takes what was found.
 #pragma once
 
 #include "bad_id.cuh"
@@ -10,7 +10,27 @@ constexpr int kCheckThreads = 256;
 
 __global__ void check_ids(const void* ids, bool wide, int64_t count, const IdCheck check);
 
+// Takes the record away, for the host to read: one thread, in a stream of its own, while other kernels may record.
+__global__ void take_record(BadId* record, uint32_t* found, BadId* taken);
+
 #if !defined(POSENC_KERNELS_FROM_PTX)
+
+__global__ void take_record(BadId* record, uint32_t* found, BadId* taken) {
+  while (atomicCAS(&record->locked, 0u, 1u) != 0u) {
+  }
+  __threadfence();
+  const volatile BadId* const from = record;
+  volatile BadId* const to = taken;
+  to->found = from->found;
+  to->call = from->call;
+  to->place = from->place;
+  to->id = from->id;
+  to->rows = from->rows;
+  const_cast<volatile BadId*>(record)->found = 0u;
+  *const_cast<volatile uint32_t*>(found) = 0u;
+  __threadfence_system();
+  atomicExch(&record->locked, 0u);
+}
 
 __global__ void __launch_bounds__(kCheckThreads)
     check_ids(const void* ids, bool wide, int64_t count, const IdCheck check) {

@@ -6,6 +6,9 @@
 
 namespace posenc::cuda {
 
+// Takes what a record holds; `found` and `taken` in memory of the host that the device can write.
+void take_bad_id(BadId* record, uint32_t* found, BadId* taken, CUstream_st* stream);
+
 // Contiguous ids, to lie in [0, rows); what is found goes where launch says.
 void check_ids(const Integers& ids, int64_t count, int64_t rows, const Launch& launch);
 

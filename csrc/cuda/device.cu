@@ -2,6 +2,9 @@
 
 #include <cstring>
 #include <map>
+#include <new>
+
+#include "check_ids.h"
 
 namespace posenc::cuda {
 namespace {
@@ -40,22 +43,28 @@ Device::Device(int index) : index_(index) {
   // At 64 registers a thread, what the kernels take.
   resident_threads_ = int64_t{processors} * 1024;
   check(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "creating a stream");
-  check(cudaMalloc(&bad_id_, sizeof(BadId)), "allocating device memory");
-  check(cudaMemsetAsync(bad_id_, 0, sizeof(BadId), copies_), "clearing device memory");
-  check(cudaStreamSynchronize(copies_), "clearing device memory");
-  check(cudaHostAlloc(&found_, sizeof(uint32_t), cudaHostAllocMapped), "allocating mapped memory");
-  *found_ = 0;
-  check(cudaHostGetDevicePointer(&found_on_device_, found_, 0), "mapping memory");
+  errors_ = std::make_unique<ErrorRecord>(copies_);
+  checks_ = std::make_unique<ErrorRecord>(copies_);
 }
 
-BadId Device::take_bad_id() {
+ErrorRecord::ErrorRecord(cudaStream_t stream) : stream_(stream) {
   const OutsideCapture outside;
-  BadId result;
-  check(cudaMemcpyAsync(&result, bad_id_, sizeof(BadId), cudaMemcpyDeviceToHost, copies_), "reading a bad id");
-  check(cudaMemsetAsync(bad_id_, 0, sizeof(BadId), copies_), "clearing a bad id");
-  check(cudaStreamSynchronize(copies_), "reading a bad id");
-  *const_cast<volatile uint32_t*>(found_) = 0;
-  return result;
+  check(cudaMalloc(&bad_id_, sizeof(BadId)), "allocating device memory");
+  check(cudaMemsetAsync(bad_id_, 0, sizeof(BadId), stream), "clearing device memory");
+  check(cudaStreamSynchronize(stream), "clearing device memory");
+  void* mapped = nullptr;
+  check(cudaHostAlloc(&mapped, sizeof(Mapped), cudaHostAllocMapped), "allocating mapped memory");
+  mapped_ = new (mapped) Mapped;
+  check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&mapped_on_device_), mapped, 0), "mapping memory");
+}
+
+BadId ErrorRecord::take() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OutsideCapture outside;
+  take_bad_id(bad_id_, &mapped_on_device_->found, &mapped_on_device_->taken, stream_);
+  check(cudaGetLastError(), "launching the reading of a bad id");
+  check(cudaStreamSynchronize(stream_), "reading a bad id");
+  return mapped_->taken;
 }
 
 Frequencies Device::frequencies(const std::shared_ptr<const FrequencyTable>& table) {

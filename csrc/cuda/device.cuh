@@ -23,6 +23,30 @@ class OutsideCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Where kernels leave the first bad id, and how the host learns of it and takes it.
+class ErrorRecord {
+ public:
+  explicit ErrorRecord(cudaStream_t stream);
+
+  BadId* bad_id() const { return bad_id_; }
+  uint32_t* found_on_device() const { return &mapped_on_device_->found; }
+  bool found() const { return const_cast<const volatile Mapped*>(mapped_)->found != 0; }
+  // found == 0 in the result if another thread was faster.
+  BadId take();
+
+ private:
+  struct Mapped {
+    uint32_t found = 0;
+    BadId taken;
+  };
+
+  cudaStream_t stream_;
+  std::mutex mutex_;
+  BadId* bad_id_ = nullptr;
+  Mapped* mapped_ = nullptr;  // of the host
+  Mapped* mapped_on_device_ = nullptr;
+};
+
 // Made at a device's first use and kept until the process ends, like the CUDA context it belongs to.
 class Device {
  public:
@@ -33,11 +57,11 @@ class Device {
 
   int index() const { return index_; }
   int64_t resident_threads() const { return resident_threads_; }
-  BadId* bad_id() const { return bad_id_; }
-  uint32_t* bad_id_found() const { return found_on_device_; }
-  bool found_bad_id() const { return *const_cast<const volatile uint32_t*>(found_) != 0; }
-  // Once all work of the device is done.
-  BadId take_bad_id();
+  // Of all calls but checks.
+  ErrorRecord& errors() { return *errors_; }
+  // Of one check at a time: whoever uses it holds the mutex, so that nobody else takes what the check has found.
+  ErrorRecord& checks() { return *checks_; }
+  std::mutex& checks_mutex() { return checks_mutex_; }
 
   Frequencies frequencies(const std::shared_ptr<const FrequencyTable>& table);
 
@@ -52,10 +76,8 @@ class Device {
   int index_;
   int64_t resident_threads_ = 0;
   cudaStream_t copies_ = nullptr;
-  BadId* bad_id_ = nullptr;
-  uint32_t* found_ = nullptr;  // of the host, mapped
-  uint32_t* found_on_device_ = nullptr;
-  std::mutex mutex_;
+  std::unique_ptr<ErrorRecord> errors_, checks_;
+  std::mutex mutex_, checks_mutex_;
   std::unordered_map<const FrequencyTable*, Upload> uploads_;
 };
 

@@ -7,7 +7,7 @@ struct CUstream_st;
 
 namespace posenc::cuda {
 
-// Where kernels leave the first bad id they meet. In device memory, zero when nothing was found.
+// Where kernels leave the first bad id they meet. In device memory; `found` is 0 when there is none.
 struct BadId {
   uint32_t locked = 0;
   uint32_t found = 0;

@@ -511,6 +511,13 @@ void check_search(const Options& options) {
         cuda::check_ids(tensor.view(), count, 40, device.launch);
         expect(first == count ? device.recorded_nothing() : device.recorded(first, ids[first], 40),
                "search among " + std::to_string(count) + " ids");
+        // What the host then takes is what was found, once.
+        cuda::BadId taken;
+        cuda::take_bad_id(device.launch.bad_id, device.launch.bad_id_found, &taken, nullptr);
+        expect(first == count ? taken.found == 0u : taken.found == 1u && taken.place == first && taken.id == ids[first],
+               "taking what a search among " + std::to_string(count) + " ids found");
+        cuda::take_bad_id(device.launch.bad_id, device.launch.bad_id_found, &taken, nullptr);
+        expect(taken.found == 0u && device.recorded_nothing(), "taking it again");
       }
     }
 }
