@@ -176,10 +176,10 @@ POSENC_HD uint16_t half_of_float(float value) {
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
-// Rounding to nearest even; every NaN becomes 0x7FC0, as torch does it.
+// Rounding to nearest even; a NaN keeps its upper half and is quiet, as the AVX-512 instruction does it.
 POSENC_HD uint16_t bfloat_of_float(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
-  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0u;
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
@@ -231,16 +231,14 @@ struct Element<BFloat16> {
     const UintVector bits = bit_cast<UintVector>(value);
     const UintVector is_nan = bit_cast<UintVector>((bits & 0x7FFFFFFFu) > 0x7F800000u);
     const UintVector rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
-    return (rounded & ~is_nan) | (is_nan & 0x7FC00000u);
+    return (rounded & ~is_nan) | (is_nan & (bits | 0x400000u));
   }
   template <bool stream>
   POSENC_HD static void store(BFloat16* to, Vector even, Vector odd) {
 #if defined(POSENC_HAVE_AVX512_BF16)
-    // One instruction rounds all, but it takes subnormal numbers for zero and keeps the payload of a NaN. So a result
-    // that is zero or NaN goes the long way: twice it, less one, is then at least 0xFF00.
+    // One instruction rounds all, but it takes subnormal numbers for zero. So a result of zero goes the long way.
     const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(odd), bit_cast<__m512>(even)));
-    const __m512i test = _mm512_add_epi16(_mm512_add_epi16(halves, halves), _mm512_set1_epi16(-1));
-    if (__builtin_expect(_mm512_cmpge_epu16_mask(test, _mm512_set1_epi16(static_cast<short>(0xFF00))) == 0, 1)) {
+    if (__builtin_expect(_mm512_testn_epi16_mask(halves, _mm512_set1_epi16(0x7FFF)) == 0, 1)) {
       alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
       const __m512i order = _mm512_load_si512(kOrder);
