@@ -13,6 +13,7 @@ forward mode drops the tangent, as every custom op does, and must go through `po
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,12 +112,33 @@ class _Embed(torch.autograd.Function):
         positions, offset, token_scale, recipe, padding_idx, scale_grad_by_freq, sparse = args
         ctx.save_for_backward(input)
         ctx.gradient = (weight.shape[0], token_scale, padding_idx, scale_grad_by_freq, sparse)
+        ctx.leaf = weakref.ref(weight) if sparse and weight.is_leaf else None
         return _embed_fwd(weight, input, positions, offset, token_scale, *recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (input,) = ctx.saved_tensors
-        return (_weight_gradient(grad, input, *ctx.gradient), *(None,) * 8)
+        gradient = _weight_gradient(grad, input, *ctx.gradient)
+        if ctx.leaf is not None:
+            _keep_coalesced(ctx.leaf, gradient)
+        return (gradient, *(None,) * 8)
+
+
+def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None:
+    """See that `leaf.grad`, if it becomes this gradient and nothing else, is known to be coalesced.
+
+    When autograd stores a sparse gradient it makes a tensor of the same indices and values and forgets that, and an
+    optimiser would sort and sum them once more.
+    """
+    values = gradient._values()
+
+    def at_end_of_backward() -> None:
+        tensor = leaf()
+        stored = None if tensor is None else tensor.grad
+        if stored is not None and stored.is_sparse and stored._values().data_ptr() == values.data_ptr():
+            stored._coalesced_(True)
+
+    torch.autograd.Variable._execution_engine.queue_callback(at_end_of_backward)
 
 
 _apply_embed: _Op = _Embed.apply

@@ -625,6 +625,29 @@ def test_sparse_gradient_is_coalesced(ids):
     assert torch.equal(rows, ids.unique())
 
 
+def test_sparse_gradient_stays_coalesced_when_it_is_stored(ids):
+    module = layer(sparse=True)
+    module(ids).sum().backward()
+    stored = module.weight.grad
+    assert stored.is_coalesced()
+    assert torch.equal(stored.indices()[0], ids.unique())
+
+
+@pytest.mark.parametrize("how", ["two backward passes", "two uses"])
+def test_sums_of_sparse_gradients_are_not_called_coalesced_if_they_are_not(ids, how):
+    module, dense = layer(sparse=True), layer()
+    for part in (module, dense):
+        if how == "two uses":
+            (part(ids).sum() + part(ids.flip(0)).sum()).backward()
+        else:
+            part(ids).sum().backward()
+            part(ids).sum().backward()
+    stored = module.weight.grad
+    rows = stored._indices()[0]
+    assert not stored.is_coalesced() or torch.equal(rows, rows.unique())
+    assert torch.equal(stored.coalesce().to_dense(), dense.weight.grad)
+
+
 @pytest.mark.parametrize("kind", ["Embeddings", "TransformerEmbedding"])
 def test_sparse_batch_of_only_padding(kind):
     module, weight, _ = with_flags(kind, {"sparse": True, "padding_idx": 4})
