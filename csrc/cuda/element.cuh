@@ -36,8 +36,21 @@ struct Element<BFloat16> {
     low = __uint_as_float(bits << 16);
     high = __uint_as_float(bits & 0xFFFF0000u);
   }
+  // What arithmetic on the device returned: a NaN is then 0x7FFFFFFF, which rounding must not carry into the sign.
   static __device__ __forceinline__ uint32_t put_pair(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    // No instruction for it before 8.0, and the library's way looks at more than can happen here.
+    return __byte_perm(rounded(low), rounded(high), 0x7632);
+#else
     return bit_cast<uint32_t>(__floats2bfloat162_rn(low, high));
+#endif
+  }
+
+ private:
+  // Rounded to nearest even, in the upper half.
+  static __device__ __forceinline__ uint32_t rounded(float value) {
+    const int32_t given = __float_as_int(value), bits = given < 0x7FFF0000 ? given : 0x7FFF0000;
+    return static_cast<uint32_t>(bits) + 0x7FFFu + (static_cast<uint32_t>(bits) >> 16 & 1u);
   }
 };
 
