@@ -56,15 +56,13 @@ def find_nvcc() -> Path | None:
     return None
 
 
-def cuda_paths(nvcc: Path) -> tuple[list[str], list[str]]:
-    """Folders of headers and of libraries, as nvcc itself has them: it may be a wrapper that lies elsewhere."""
+def cuda_libraries(nvcc: Path) -> list[str]:
+    """Folders of libraries, as nvcc itself has them: it may be a wrapper that lies elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder) / "empty.cu"
         empty.touch()
         dry = subprocess.run([nvcc, "--dryrun", "-c", empty], capture_output=True, text=True, check=True).stderr
-    variables = dict(re.findall(r"^#\$ (\w+)=(.*)$", dry, re.MULTILINE))
-    listed = {key: re.findall(r'"?-[IL]([^"\s]+)"?', variables.get(key, "")) for key in ("INCLUDES", "LIBRARIES")}
-    return listed["INCLUDES"], listed["LIBRARIES"]
+    return re.findall(r'"?-L([^"\s]+)"?', "".join(re.findall(r"^#\$ LIBRARIES=(.*)$", dry, re.MULTILINE)))
 
 
 def default_architectures(nvcc: Path) -> str:
@@ -145,7 +143,7 @@ def extension() -> dict:
     library_dirs, libraries = [], []
     if nvcc:
         architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
-        _, library_dirs = cuda_paths(nvcc)
+        library_dirs = cuda_libraries(nvcc)
         libraries = ["cudart_static", "dl", "pthread", "rt"]
         macros += [("POSENC_WITH_CUDA", None), ("POSENC_CUDA_ARCHS", f'"{architectures}"')]
         print(f"posenc_ext: CUDA half with {nvcc} for {architectures}")

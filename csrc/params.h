@@ -11,6 +11,9 @@
 namespace posenc {
 
 enum class Dtype : int64_t { float32, float64, bfloat16, float16 };
+// In bytes.
+inline int64_t element_size(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
+
 enum class Precision : int64_t { exact = 0, reference = 1 };
 enum class Divisor : int64_t { d = 0, half_minus_1 = 1 };
 

@@ -56,8 +56,6 @@ constexpr int64_t kGrainElements = 32768;
 // plain store would first read each line from memory.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
-int64_t element_size(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
-
 // The dense gradient seen as a line of work: zero rows cost one each, a row with a run one and its tokens. Long runs
 // are taken out (`hot`) and cut by columns instead, so that one frequent token does not keep one thread busy alone.
 class RowPlan {

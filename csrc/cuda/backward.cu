@@ -78,7 +78,7 @@ void launch_typed(const SumArgs& args, const Launch& launch) {
 
 void sum(const RunArgs& runs, const BackwardParams& params, const GradientScratch& scratch, const Launch& launch) {
   if (params.rows == 0) return;
-  const int64_t size = params.dtype == Dtype::float64 ? 8 : params.dtype == Dtype::float32 ? 4 : 2;
+  const int64_t size = element_size(params.dtype);
   SumArgs args;
   args.runs = runs;
   args.order = scratch.order;

@@ -7,8 +7,6 @@
 namespace posenc::cuda {
 namespace {
 
-int64_t element_size(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
-
 // ---- the plane of tokens
 
 // Only one of the grid's outer and inner axes is longer than 1, whichever way the batch lies; it is the batch.
