@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 MODES = ("plain", "asan", "tsan")
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (75, 80, 90, 100)
 # TSan knows some thousand threads at a time, and is slow at them: `checks --few` asks for these kernels alone.
 NOT_FOR_TSAN = {"forward_float64.cu", "forward_float16.cu"}
 

@@ -47,11 +47,24 @@ struct Element<BFloat16> {
   }
 
  private:
-  // Rounded to nearest even, in the upper half.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  // Rounded to nearest even, in the upper half: 0x7FFF is added, or 0x8000 if the last bit that stays is 1. Two
+  // instructions: that bit is put among the bytes of a constant, and their sum, 128 * 0xFF + 1 * bit + 1 * 0x7F, is
+  // added to the number.
   static __device__ __forceinline__ uint32_t rounded(float value) {
-    const int32_t given = __float_as_int(value), bits = given < 0x7FFF0000 ? given : 0x7FFF0000;
-    return static_cast<uint32_t>(bits) + 0x7FFFu + (static_cast<uint32_t>(bits) >> 16 & 1u);
+    const int32_t given = __float_as_int(value);
+    const uint32_t bits = static_cast<uint32_t>(given < 0x7FFF0000 ? given : 0x7FFF0000);
+    return __dp4a((bits & 0x10000u) | in_register(0xFF007F00u), 0x80010100u, bits);
   }
+
+  // A constant that the compiler must take from a register, by not knowing that no thread has so high a number: two in
+  // one instruction it would split in two.
+  static __device__ __forceinline__ uint32_t in_register(uint32_t constant) {
+    uint32_t thread;
+    asm("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return constant - (thread >> 31);
+  }
+#endif
 };
 
 template <>

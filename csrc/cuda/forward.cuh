@@ -91,9 +91,16 @@ __device__ __forceinline__ Integer64 position_of(const ForwardArgs& args, int64_
                args.offset);
 }
 
+// The precision of a call, which a kernel of one precision knows when it is compiled.
+template <class T, Mode mode>
+__device__ __forceinline__ Precision precision_of(const ForwardArgs& args) {
+  if constexpr (mode == Mode::shared || sizeof(T) == 8) return args.waves.precision;
+  return mode == Mode::token_exact ? Precision::exact : Precision::reference;
+}
+
 // ---- one column at a time: every layout, every position
 
-template <class T, Source source>
+template <class T, Source source, Mode mode>
 struct TokenColumns {
   using Real = typename Element<T>::Real;
 
@@ -101,6 +108,7 @@ struct TokenColumns {
   const char* base;
   T* out;
   Real scale;
+  bool good;
   int64_t position;
 
   __device__ __forceinline__ TokenColumns(const ForwardArgs& call, int64_t lane, int64_t step)
@@ -108,12 +116,13 @@ struct TokenColumns {
         base(call.base),
         out(reinterpret_cast<T*>(call.out + call.out_strides.at(lane, step))),
         scale(static_cast<Real>(call.token_scale)),
+        good(true),
         position(0) {
     if constexpr (source == Source::dense) base += args.base_strides.at(lane, step);
     if constexpr (source == Source::gathered) {
       // A bad id reads row 0, times NaN.
       const int64_t id = load_integer(args.ids + args.id_strides.at(lane, step), args.wide_ids).value();
-      const bool good = in_table(id, args.check.rows);
+      good = in_table(id, args.check.rows);
       base += (good ? id : 0) * args.row_bytes;
       if (!good) scale = not_a_number<Real>();
     }
@@ -132,7 +141,7 @@ struct TokenColumns {
   }
   __device__ __forceinline__ void put_pair(int64_t pair) const {
     Real sine, cosine;
-    wave_of_pair(args.waves, position, pair, sine, cosine);
+    wave_of_pair(args.waves.frequencies, precision_of<T, mode>(args), position, pair, sine, cosine);
     put(args.sine_start + pair * args.sine_step, sine);
     if (pair < args.cosines) put(args.cosine_start + pair * args.cosine_step, cosine);
   }
@@ -156,7 +165,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks) forward_colum
          step += int64_t{gridDim.z} * blockDim.z) {
       for (int64_t lane = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; lane < args.lanes;
            lane += int64_t{gridDim.x} * blockDim.y) {
-        const TokenColumns<T, source> token(args, lane, step);
+        const TokenColumns<T, source, Mode::shared> token(args, lane, step);
         if (unit < args.sines) {
           token.put_pair(unit);
         } else if (args.sines > 0) {
@@ -174,9 +183,9 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks) forward_colum
 
 // What one thread does with the tokens (lane, first .. last - 1).
 //
-// The loops carry nothing but the work. What is rare, a bad id or a far position, is only noted in them and seen to in
-// loops of its own afterwards. A note costs one addition: the scale of such a token is NaN, and so is the sum of
-// scales.
+// The loops carry nothing but the work. What is rare, a bad id or a far position, only leaves a note in them, any bit
+// of a number, and is seen to in loops of its own afterwards. Until then such a token holds what came of reading
+// another row of the table, or of a position cut short.
 template <class T, Source source, Columns columns, Mode mode>
 struct UnitWalk {
   using Real = typename Element<T>::Real;
@@ -184,7 +193,6 @@ struct UnitWalk {
   static constexpr int kVectorCount = kVectors<columns>;
   static constexpr bool kWaves = columns != Columns::plain;
   static constexpr bool kNarrow = sizeof(Real) == sizeof(float);
-  static constexpr Precision kTokenPrecision = mode == Mode::token_reference ? Precision::reference : Precision::exact;
 
   // The waves of a unit, arranged as its columns are.
   struct UnitWaves {
@@ -194,7 +202,6 @@ struct UnitWalk {
   // What has been read of one token.
   struct Row {
     uint4 raw[kVectorCount];
-    Real scale;
   };
 
   const ForwardArgs& args;
@@ -231,35 +238,36 @@ struct UnitWalk {
   }
 
   // Positions that are not far; of fp64, any.
-  template <Precision precision>
-  __device__ __forceinline__ void make(Integer64 position, UnitWaves& waves) const {
+  __device__ __forceinline__ void make(Precision precision, Integer64 position, UnitWaves& waves) const {
     Real sines[kPairCount], cosines[kPairCount];
-    if constexpr (kNarrow) {
-      near_waves<precision>(static_cast<int32_t>(position.low), frequency, sines, cosines);
-    } else {
+    if constexpr (!kNarrow) {
 #pragma unroll
       for (int i = 0; i < kPairCount; ++i)
-        wave_of_pair(args.waves, position.value(), first_pair + i, sines[i], cosines[i]);
+        wave_of_pair(args.waves.frequencies, precision, position.value(), first_pair + i, sines[i], cosines[i]);
+    } else if (precision == Precision::exact) {
+      near_waves<Precision::exact>(static_cast<int32_t>(position.low), frequency, sines, cosines);
+    } else {
+      near_waves<Precision::reference>(static_cast<int32_t>(position.low), frequency, sines, cosines);
     }
     arrange(sines, cosines, waves);
   }
 
-  // Whether `make` can make the waves of a position.
-  template <Precision precision>
-  __device__ __forceinline__ bool is_near(Integer64 position) const {
-    return !kWaves || !kNarrow || posenc::cuda::is_near<precision>(position);
+  // 0 if `make` can make the waves of a position, else a note of it.
+  __device__ __forceinline__ uint32_t far_note(Precision precision, Integer64 position) const {
+    if constexpr (!kWaves || !kNarrow) return 0;
+    return precision == Precision::exact ? beyond_near<Precision::exact>(position)
+                                         : beyond_near<Precision::reference>(position);
   }
 
   // ---- rows
 
-  // `base` is the unit's place in row 0 of the table, or in the token's own row.
-  __device__ __forceinline__ void load(Row& row, uint64_t base, Integer64 id, bool near, Real& scales) const {
+  // `base` is the unit's place in row 0 of the table, or in the token's own row. Notes what is wrong with the lower
+  // half of the id.
+  __device__ __forceinline__ void load(Row& row, uint64_t base, Integer64 id, uint32_t& notes) const {
     if constexpr (source == Source::gathered) {
-      // A bad id reads row 0, times NaN; & instead of && and no branch.
-      const bool good = near & (id.high == 0u) & (id.low < static_cast<uint32_t>(args.check.rows));
-      base += wide_product(good ? id.low : 0u, args.short_row_bytes);
-      row.scale = good ? static_cast<Real>(args.token_scale) : not_a_number<Real>();
-      scales += row.scale;
+      const uint32_t last = static_cast<uint32_t>(args.check.rows) - 1u, known = id.low < last ? id.low : last;
+      notes |= known ^ id.low;
+      base += wide_product(known, args.short_row_bytes);
     }
     if constexpr (source != Source::none) {
 #pragma unroll
@@ -269,13 +277,14 @@ struct UnitWalk {
   }
 
   __device__ __forceinline__ void store(const Row& row, const UnitWaves& waves, char* out, bool wanted = true) const {
+    const Real scale = static_cast<Real>(args.token_scale);
 #pragma unroll
     for (int v = 0; v < kVectorCount; ++v) {
       Real values[kVector<T>];
       if constexpr (source != Source::none) unpack<T>(row.raw[v], values);
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) {
-        if constexpr (source == Source::gathered) values[i] = values[i] * row.scale;
+        if constexpr (source == Source::gathered) values[i] = values[i] * scale;
         if constexpr (kWaves) values[i] = source == Source::none ? waves.values[v][i] : values[i] + waves.values[v][i];
       }
       if (wanted) store_vector<T>(out + v * next_column, values);
@@ -303,95 +312,109 @@ struct UnitWalk {
   };
 
   // A negative int32 is left without its sign: it is above every row number all the same.
-  __device__ __forceinline__ Integer64 id_at(const Cursor& cursor) const {
+  __device__ __forceinline__ Integer64 id_at(const Cursor& cursor, bool wide) const {
     if constexpr (source != Source::gathered) return {};
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(cursor.id);
-    return {__ldg(words), args.wide_ids ? __ldg(words + 1) : 0u};
+    if (wide) return halves_of(__ldg(reinterpret_cast<const long long*>(cursor.id)));
+    return {__ldg(reinterpret_cast<const uint32_t*>(cursor.id)), 0u};
   }
 
   // ---- walks
 
   // Tokens with the same waves, `count` at a time: all their rows are asked for before the first is used.
   template <int count>
-  __device__ __forceinline__ void rows(Cursor& cursor, const UnitWaves& waves, Real& scales) const {
+  __device__ __forceinline__ void rows(Cursor& cursor, bool wide_ids, const UnitWaves& waves, uint32_t& notes) const {
     Integer64 ids[count];
     Row row[count];
     char* out[count];
     uint64_t base[count];
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      ids[i] = id_at(cursor);
+      ids[i] = id_at(cursor, wide_ids);
       out[i] = cursor.out;
       base[i] = cursor.base;
       cursor.next(args);
     }
 #pragma unroll
-    for (int i = 0; i < count; ++i) load(row[i], base[i], ids[i], true, scales);
+    for (int i = 0; i < count; ++i) load(row[i], base[i], ids[i], notes);
+    uint32_t high = 0;  // apart, since an instruction joins three
+#pragma unroll
+    for (int i = 0; i < count; ++i) high |= ids[i].high;
+    notes |= high;
 #pragma unroll
     for (int i = 0; i < count; ++i) store(row[i], waves, out[i]);
   }
 
-  __device__ __forceinline__ void walk_shared(int64_t lane, int64_t first, int64_t last, bool& far,
-                                              Real& scales) const {
+  __device__ __forceinline__ void all_rows(Cursor& cursor, int left, bool wide_ids, const UnitWaves& waves,
+                                           uint32_t& notes) const {
+    for (; left >= kRowsInFlight<T>; left -= kRowsInFlight<T>) rows<kRowsInFlight<T>>(cursor, wide_ids, waves, notes);
+#pragma unroll 1  // a few at most
+    for (; left > 0; --left) rows<1>(cursor, wide_ids, waves, notes);
+  }
+
+  __device__ __forceinline__ void walk_shared(int64_t lane, int64_t first, int64_t last, uint32_t& notes) const {
     UnitWaves waves;
     if constexpr (kWaves) {
       const Integer64 position = position_of(args, lane, first);
-      const bool exact = args.waves.precision == Precision::exact;
-      far = !(exact ? is_near<Precision::exact>(position) : is_near<Precision::reference>(position));
-      if (far) return;
-      if (exact) {
-        make<Precision::exact>(position, waves);
-      } else {
-        make<Precision::reference>(position, waves);
-      }
+      const Precision precision = args.waves.precision;
+      notes = far_note(precision, position);
+      if (notes != 0) return;
+      make(precision, position, waves);
     }
     Cursor cursor(*this, lane, first);
-    int left = static_cast<int>(last - first);
-    for (; left >= kRowsInFlight<T>; left -= kRowsInFlight<T>) rows<kRowsInFlight<T>>(cursor, waves, scales);
-#pragma unroll 1  // a few at most
-    for (; left > 0; --left) rows<1>(cursor, waves, scales);
+    const int count = static_cast<int>(last - first);
+    // A loop for each, so that none asks again for every token.
+    if (source == Source::gathered && args.wide_ids) {
+      all_rows(cursor, count, true, waves, notes);
+    } else {
+      all_rows(cursor, count, false, waves, notes);
+    }
   }
 
-  __device__ __forceinline__ void walk_tokens(int64_t lane, int64_t first, int64_t last, bool& far,
-                                              Real& scales) const {
+  __device__ __forceinline__ void walk_tokens(int64_t lane, int64_t first, int64_t last, uint32_t& notes) const {
+    const Precision precision = precision_of<T, mode>(args);
     Cursor cursor(*this, lane, first);
 #pragma unroll 1
     for (int left = static_cast<int>(last - first); left > 0; --left) {
       const Integer64 position = moved(load_integer(cursor.position, args.wide_positions), args.offset);
-      const bool near = is_near<kTokenPrecision>(position);
+      const uint32_t far = far_note(precision, position);
       Row row;
-      load(row, cursor.base, id_at(cursor), near, scales);
-      // Far waves come out wrong here, to be written over; but what reads its own output must not lose it.
+      const Integer64 id = id_at(cursor, args.wide_ids);
+      load(row, cursor.base, id, notes);
       UnitWaves waves;
-      make<kTokenPrecision>(position, waves);
-      store(row, waves, cursor.out, source == Source::gathered || near);
-      if constexpr (source != Source::gathered) far |= !near;
+      make(precision, position, waves);
+      // What may be its own base term must not be lost.
+      store(row, waves, cursor.out, source == Source::gathered || far == 0);
+      notes |= far | id.high;
       cursor.next(args);
     }
   }
 
-  // Far positions, one column at a time: rare, and the long formulas for a whole vector would be most of the kernel.
-  __device__ __forceinline__ void walk_far(int64_t lane, int64_t first, int64_t last) const {
+  // What the walk has left a note of, one column at a time: rare, and the long formulas for a whole vector would be
+  // most of the kernel.
+  __device__ __forceinline__ void walk_again(int64_t lane, int64_t first, int64_t last) const {
     for (int64_t step = first; step < last; ++step) {
-      const TokenColumns<T, source> token(args, lane, step);
-      if (mode != Mode::shared && is_near<kTokenPrecision>(halves_of(token.position))) continue;
+      const TokenColumns<T, source, mode> token(args, lane, step);
+      if (token.good && far_note(precision_of<T, mode>(args), halves_of(token.position)) == 0) continue;
 #pragma unroll 1
-      for (int i = 0; i < kPairCount; ++i) token.put_pair(first_pair + i);
+      for (int i = 0; i < (kWaves ? kPairCount : kVector<T>); ++i) {
+        if constexpr (kWaves) {
+          token.put_pair(first_pair + i);
+        } else {
+          token.put_plain(first_pair * 2 + i);
+        }
+      }
     }
   }
 
   __device__ __forceinline__ void walk(int64_t lane, int64_t first, int64_t last) const {
-    bool far = false;
-    Real scales = 0;
+    uint32_t notes = 0;
     if constexpr (mode == Mode::shared) {
-      walk_shared(lane, first, last, far, scales);
+      walk_shared(lane, first, last, notes);
     } else {
-      walk_tokens(lane, first, last, far, scales);
+      walk_tokens(lane, first, last, notes);
     }
-    if (!far && scales == scales) return;
-    if constexpr (kWaves && kNarrow) {
-      if (far || mode != Mode::shared) walk_far(lane, first, last);
-    }
+    if (notes == 0) return;
+    walk_again(lane, first, last);
     if (source == Source::gathered && first_pair == 0) report_bad_ids(args, lane, first, last);
   }
 };

@@ -61,14 +61,14 @@ struct Frequency {
   }
 };
 
-// Positions whose waves near_waves can make: those that fit in 32 bits with their sign, and for reference those whose
-// angles are all short (no frequency is above 1, so no angle above the position).
+// 0 for a position whose waves near_waves can make: one that fits in 32 bits with its sign, and for reference one
+// whose angles are all short (no frequency is above 1, so no angle above the position).
 template <Precision precision>
-__device__ __forceinline__ bool is_near(Integer64 position) {
+__device__ __forceinline__ uint32_t beyond_near(Integer64 position) {
   const int32_t low = static_cast<int32_t>(position.low);
   const uint32_t beyond = position.high ^ static_cast<uint32_t>(low >> 31);  // 0 if the sign is all it holds
-  if constexpr (precision == Precision::exact) return beyond == 0u;
-  return (beyond | magnitude(low) / static_cast<uint32_t>(kShortAngle)) == 0u;
+  if constexpr (precision == Precision::exact) return beyond;
+  return beyond | magnitude(low) / static_cast<uint32_t>(kShortAngle);
 }
 
 template <Precision precision, int pairs>
@@ -89,12 +89,11 @@ __device__ __forceinline__ void near_waves(int32_t position, const Frequency<pai
 }
 
 // Any position, any precision: the formulas without a shortcut, frequencies from memory.
-__device__ __forceinline__ void wave_of_pair(const WaveArgs& waves, int64_t position, int64_t pair, float& sine,
-                                             float& cosine) {
-  const Frequencies& table = waves.frequencies;
+__device__ __forceinline__ void wave_of_pair(const Frequencies& table, Precision precision, int64_t position,
+                                             int64_t pair, float& sine, float& cosine) {
   const uint64_t p = magnitude(position);
   SinCos<float> wave;
-  if (waves.precision == Precision::reference) {
+  if (precision == Precision::reference) {
     wave = sincos_of_angle(static_cast<float>(p) * __ldg(table.angular + pair));
   } else {
     wave = sincos_of_phase32(exact_phase32(static_cast<uint32_t>(p), static_cast<uint32_t>(p >> 32),
@@ -105,12 +104,11 @@ __device__ __forceinline__ void wave_of_pair(const WaveArgs& waves, int64_t posi
   cosine = wave.cos;
 }
 
-__device__ __forceinline__ void wave_of_pair(const WaveArgs& waves, int64_t position, int64_t pair, double& sine,
-                                             double& cosine) {
-  const Frequencies& table = waves.frequencies;
+__device__ __forceinline__ void wave_of_pair(const Frequencies& table, Precision precision, int64_t position,
+                                             int64_t pair, double& sine, double& cosine) {
   const uint64_t p = magnitude(position);
   uint64_t phase;
-  if (waves.precision == Precision::reference) {
+  if (precision == Precision::reference) {
     phase = wide_angle_phase64(static_cast<float>(p) * __ldg(table.angular + pair));
   } else {
     phase = exact_phase64(p, {{__ldg(table.turns[0] + pair), __ldg(table.turns[1] + pair), __ldg(table.turns[2] + pair),

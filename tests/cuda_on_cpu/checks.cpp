@@ -68,6 +68,13 @@ void Elements::fill(Random& random) {
   }
 }
 
+void Elements::fill_with_any(Random& random) {
+  for (int64_t i = 0; i < count(); ++i) {
+    const uint64_t bits = random.bits();
+    std::memcpy(at(i), &bits, size_of(dtype_));
+  }
+}
+
 bool Elements::is_nan(int64_t element) const {
   uint64_t bits = 0;
   std::memcpy(&bits, byte(element), size_of(dtype_));

@@ -44,6 +44,8 @@ class Elements {
 
   // Numbers of either sign around 1, all finite.
   void fill(Random& random);
+  // Any bits: NaN, infinities, subnormal numbers.
+  void fill_with_any(Random& random);
   void* at(int64_t element) { return bytes_.data() + element * size_of(dtype_); }
   int64_t count() const { return bytes_.size() / size_of(dtype_); }
   bool is_nan(int64_t element) const;

@@ -646,6 +646,10 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+  for (int shift = 0; shift < 32; shift += 8) c += (a >> shift & 0xFF) * (b >> shift & 0xFF);
+  return c;
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::reinterpret<float>(bits); }

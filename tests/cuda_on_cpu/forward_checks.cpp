@@ -35,6 +35,8 @@ struct ForwardCase {
   int64_t base_gap = 0, out_gap = 0;      // elements between rows
   int64_t column_stride = 1;
   bool expanded_base = false;  // dense: one row for the whole batch
+  bool any_base = false;       // base terms of any bits
+  double token_scale = 22.62741699796952;
   int64_t resident_threads = 4096;
   uint64_t seed = 1;
 
@@ -51,16 +53,18 @@ std::string ForwardCase::text() const {
                        (precision == Precision::exact ? ", exact" : ", reference") + ", [" + std::to_string(outer) +
                        ", " + std::to_string(seq) + ", " + std::to_string(inner) + "; " + std::to_string(width) +
                        "], positions " + places[static_cast<int>(positions)] + " + " + std::to_string(offset);
-  const std::pair<const char*, int64_t> rest[] = {{"base shift", base_shift},
-                                                  {"out shift", out_shift},
-                                                  {"base gap", base_gap},
-                                                  {"out gap", out_gap},
-                                                  {"column stride", column_stride},
-                                                  {"resident", resident_threads},
-                                                  {"seed", static_cast<int64_t>(seed)}};
+  const std::pair<const char*, int64_t> rest[] = {
+      {"base shift", base_shift},
+      {"out shift", out_shift},
+      {"base gap", base_gap},
+      {"out gap", out_gap},
+      {"column stride", column_stride},
+      {"resident", resident_threads},
+      {"token scale in hundredths", static_cast<int64_t>(token_scale * 100)},
+      {"seed", static_cast<int64_t>(seed)}};
   for (const auto& [name, value] : rest) result += std::string(", ") + name + " " + std::to_string(value);
   return result + (wide_ids ? "" : ", int32 ids") + (wide_positions ? "" : ", int32 positions") +
-         (expanded_base ? ", expanded base" : "");
+         (expanded_base ? ", expanded base" : "") + (any_base ? ", any base" : "");
 }
 
 // Near positions, and those where one way of making waves gives way to another.
@@ -83,12 +87,13 @@ class ForwardTensors {
         base_(what.dtype, what.base_shift + base_rows() * base_row() - (base_rows() > 0 ? what.base_gap : 0)),
         ids_(some_ids(), what.wide_ids),
         positions_(some_positions(), what.wide_positions) {
-    base_.fill(random_);
+    if (what.any_base) base_.fill_with_any(random_);
+    else base_.fill(random_);
     set_waves();
     params.grid = {what.outer, what.seq, what.inner};
     params.dtype = what.dtype;
     params.source = what.source;
-    params.token_scale = 22.62741699796952;
+    params.token_scale = what.token_scale;
     if (what.source != Source::none) params.base = base_.at(what.base_shift);
     params.column_stride = what.column_stride;
     if (what.source == Source::gathered) {
@@ -362,6 +367,22 @@ void check_views(const Options& options) {
       }
 }
 
+// Half of all significands times 1.5 lie just between two numbers of 16 bits; numbers that are none, and the largest.
+void check_rounding(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : {Source::gathered, Source::dense})
+      for (const LayoutKind kind : kKinds)
+        for (const int64_t width : {64, 65})
+          for (const bool any_base : {false, true}) {
+            ForwardCase what{dtype, source, kind};
+            what.width = width;
+            what.rows = 100;
+            what.token_scale = 1.5;
+            what.any_base = any_base;
+            check_case(what);
+          }
+}
+
 void check_small_calls(const Options& options) {
   for (const Dtype dtype : dtypes(options))
     for (const Source source : kSources)
@@ -408,6 +429,8 @@ void check_mixtures(const Options& options) {
     if (one_in(4)) what.base_gap = random.below(17);
     if (one_in(4)) what.out_gap = random.below(17);
     if (one_in(9)) what.column_stride = 2 + random.below(2);
+    what.any_base = one_in(4);
+    if (one_in(3)) what.token_scale = 1.5;
     what.resident_threads = int64_t{1} << random.below(14);
     what.seed = random.bits();
     if (options.few && what.tokens() * what.width > 600) continue;
@@ -609,6 +632,7 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: grid strides")) check_grid_strides(options);
   if (begin_group(options, "forward: positions")) check_positions(options);
   if (begin_group(options, "forward: views")) check_views(options);
+  if (begin_group(options, "forward: rounding")) check_rounding(options);
   if (begin_group(options, "forward: small calls")) check_small_calls(options);
   if (begin_group(options, "forward: mixtures")) check_mixtures(options);
   if (begin_group(options, "forward: bad ids")) check_bad_ids(options);

@@ -539,7 +539,7 @@ def binary(k: KernelTranslator, ins: Instruction, kind: str, operator: str) -> s
     """Arithmetic that wraps."""
     to, a, b = ins.expect(3)
     if kind in NUMBERS:
-        return k.put(to, f"{k.value(a, kind)} {operator} {k.value(b, kind)}", kind)
+        return k.put(to, f"ptx::result({k.value(a, kind)} {operator} {k.value(b, kind)})", kind)
     t = arithmetic_type(kind)
     return k.put(to, f"{TYPES[kind]}({t}({k.value(a, kind)}) {operator} {t}({k.value(b, kind)}))", kind)
 
@@ -595,7 +595,7 @@ def fma(k: KernelTranslator, ins: Instruction) -> str:
     need_rounding(ins)
     to, *terms = ins.expect(4)
     function = "__builtin_fmaf" if kind == "f32" else "__builtin_fma"
-    return k.put(to, f"{function}({', '.join(k.value(term, kind) for term in terms)})", kind)
+    return k.put(to, f"ptx::result({function}({', '.join(k.value(term, kind) for term in terms)}))", kind)
 
 
 @opcode("div")
@@ -710,6 +710,14 @@ def permute(k: KernelTranslator, ins: Instruction) -> str:
     kind = ins.type("b32")
     to, *operands = ins.expect(4)
     return k.put(to, f"ptx::permute({', '.join(k.value(operand, kind) for operand in operands)})", kind)
+
+
+@opcode("dp4a")
+def dot_product_of_bytes(k: KernelTranslator, ins: Instruction) -> str:
+    kind = ins.type("u32")
+    ins.need("u32")
+    to, *operands = ins.expect(4)
+    return k.put(to, f"ptx::dot_product({', '.join(k.value(operand, kind) for operand in operands)})", kind)
 
 
 @opcode("popc", "clz")

@@ -49,7 +49,9 @@ int64_t expected_integer(int64_t n, int64_t i) {
   result -= static_cast<uint64_t>(n / (i + 1) + n % (i + 3)) + u / static_cast<uint64_t>(i + 5);
   const uint32_t low = static_cast<uint32_t>(u);
   result += static_cast<uint64_t>(__builtin_popcount(low) + (low == 0 ? 32 : __builtin_clz(low)));
-  return static_cast<int64_t>(result + static_cast<uint64_t>(std::llabs(n) % 1000));
+  uint32_t products = 17;
+  for (int byte = 0; byte < 4; ++byte) products += (u >> (8 * byte) & 0xFF) * (u >> (8 * byte + 32) & 0xFF);
+  return static_cast<int64_t>(result + static_cast<uint64_t>(std::llabs(n) % 1000) + products);
 }
 
 void check_arithmetic() {
