@@ -76,8 +76,17 @@ struct SinCos {
   Real sin, cos;
 };
 
+// The value itself, of which the compiler must not know where it comes from. Newer GPUs then test a bit of it in one
+// instruction instead of two; on others it costs more than it saves.
+POSENC_HD uint32_t opaque(uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  asm("" : "+r"(value));
+#endif
+  return value;
+}
+
 // What follows is written once for a single value and for a vector of them (cpu/vector.inl): Uint is uint32_t or a
-// vector of uint32_t, Lane<Uint> names its partners, and operators and ?: work on both.
+// vector of uint32_t, Lane<Uint> names its partners, and operators work on both.
 template <class Uint>
 struct Lane;
 
@@ -88,17 +97,16 @@ struct Lane<uint32_t> {
   POSENC_HD static uint32_t high_product(uint32_t a, uint32_t b) { return posenc::high_product(a, b); }
   POSENC_HD static float splat(float value) { return value; }
   POSENC_HD static float signed_to_float(uint32_t value) { return static_cast<float>(static_cast<int32_t>(value)); }
+  // x, and -x where the top bit of `bits` is set.
+  POSENC_HD static float flipped(float x, uint32_t bits) {
+    return bit_cast<float>(bit_cast<uint32_t>(x) ^ (bits & 0x80000000u));
+  }
+  // (sin, cos), a quarter turn on where bit 30 is set.
+  POSENC_HD static SinCos<float> turned(float sin, float cos, uint32_t bits) {
+    if ((opaque(bits) & 0x40000000u) != 0u) return {cos, -sin};
+    return {sin, cos};
+  }
 };
-
-// The value itself, of which the compiler must not know where it comes from. Newer GPUs then test a bit of it in one
-// instruction instead of two; on others it costs more than it saves.
-template <class Uint>
-POSENC_HD Uint opaque(Uint value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  asm("" : "+r"(value));
-#endif
-  return value;
-}
 
 // sin and cos of x + (pi/2) * quarter, |x| <= pi/4, where quarter is in the top two bits of `quarters` (the rest is not
 // looked at). Polynomials: sinusoid_fit.py.
@@ -107,6 +115,7 @@ POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_rest(typename Lane<Uint>:
   using L = Lane<Uint>;
   using Float = typename L::Float;
   const Float z = x * x;
+  x = L::flipped(x, quarters);  // half a turn changes the signs of both
   Float s = L::fused(L::splat(-1.94961147e-4f), z, L::splat(8.33198335e-3f));
   s = L::fused(s, z, L::splat(-1.66666508e-1f));
   s = L::fused(s * z, x, x);
@@ -114,27 +123,22 @@ POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_rest(typename Lane<Uint>:
   c = L::fused(c, z, L::splat(4.16666456e-2f));
   c = L::fused(c, z, L::splat(-0.5f));
   c = L::fused(c, z, L::splat(1.0f));
-  const auto odd_quarter = (opaque(quarters) & 0x40000000u) != 0u;
-  const Uint sin_sign = quarters & 0x80000000u;
-  const Uint cos_sign = (quarters + 0x40000000u) & 0x80000000u;
-  const Uint sin_bits = bit_cast<Uint>(odd_quarter ? c : s) ^ sin_sign;
-  const Uint cos_bits = bit_cast<Uint>(odd_quarter ? s : c) ^ cos_sign;
-  return {bit_cast<Float>(sin_bits), bit_cast<Float>(cos_bits)};
+  return L::turned(s, L::flipped(c, quarters), quarters);
 }
 
 // sin and cos of 2pi * phase / 2^32, error below 1e-7.
 template <class Uint>
 POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_phase32(Uint phase) {
   const Uint quarters = phase + 0x20000000u;  // rounded to the nearest quarter turn
-  const Uint rest = phase - (quarters & 0xC0000000u);
-  return sincos_of_rest<Uint>(Lane<Uint>::signed_to_float(rest) * 1.46291807926715968e-9f, quarters);  // 2pi / 2^32
+  const Uint rest = phase << 2;               // from there, signed, in 2^-34 of a turn
+  return sincos_of_rest<Uint>(Lane<Uint>::signed_to_float(rest) * 3.6572951981678992e-10f, quarters);  // 2pi / 2^34
 }
 
 // The same in fp64 with a 64-bit phase; plain multiplies and adds, since a fused one could not be had everywhere.
 POSENC_HD SinCos<double> sincos_of_phase64(uint64_t phase) {
   const uint64_t nearest = phase + 0x2000000000000000u;
-  const int64_t rest = static_cast<int64_t>(phase - (nearest & 0xC000000000000000u));
-  const double x = static_cast<double>(rest) * 3.40612158008655459e-19;  // 2pi / 2^64
+  const int64_t rest = static_cast<int64_t>(phase << 2);
+  const double x = static_cast<double>(rest) * 8.51530395021638648e-20;  // 2pi / 2^66
   const double z = x * x;
   double s = 1.5887949835002489e-10;
   s = s * z + -2.5050589779482293e-8;

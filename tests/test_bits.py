@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import DTYPES, PRECISIONS, assert_same_bits, bits, message, name_of
 
-from posenc_ext import _C
+from posenc_ext import _C, Convention
 from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
 
 THREADS = (1, 2, 3, 7)
@@ -149,6 +149,42 @@ def test_nans_have_one_pattern_in_every_instruction_set(dtype, force_isa):
             results.append(scaled_embedding(torch.arange(len(view)), view, token_scale=1.0))
         for result in results[1:]:
             assert_same_bits(result, results[0], f"{tuple(view.shape)}")
+
+
+@pytest.mark.parametrize("base", [1e4, 1e30, 1e42])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_subnormal_sums(base, precision, batch, force_isa):
+    """Where a wave is 0 or smaller than any normal number, what is left is the row, down to the last subnormal one."""
+    tiny = torch.arange(1, 97, dtype=torch.int16).view(torch.bfloat16)
+    table = torch.cat([tiny, -tiny, tiny * 2.0**100]).view(3, 96)
+    ids = torch.arange(12).remainder(3).repeat(batch, 1)
+    for layout in ("interleaved", "sin_cos"):
+        convention = Convention(layout=layout, base=base, precision=precision)
+        force_isa("baseline")
+        want = embed(ids, table, convention=convention, token_scale=1.0)
+        assert (want.float().abs() < 2.0**-126).logical_and(want != 0).any()
+        for isa in _C.available_isas():
+            force_isa(isa)
+            got = embed(ids, table, convention=convention, token_scale=1.0)
+            assert_same_bits(got, want, f"{isa}, {layout}")
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("width", [32, 96, 2048, 2112])
+def test_one_sequence_is_what_its_positions_say(dtype, precision, width, threads):
+    """Positions that follow one another may be reached step by step, others are not."""
+    rows = torch.randn(7, width).to(dtype)
+    for length in (3, 8, 65, 200):
+        ids = torch.randint(7, (1, length))
+        for offset in (0, 5, -4, 2**31 - 3, 2**32 - 100, 2**32 - 8, 2**32 + 1):
+            positions = torch.arange(length) + offset
+            want = embed(ids.view(length, 1), rows, positions=positions.view(length, 1), precision=precision)
+            for count in (1, 2):
+                threads(count)
+                got = embed(ids, rows, offset=offset, precision=precision)
+                assert_same_bits(got.view_as(want), want, f"{length} from {offset}")
 
 
 @pytest.mark.parametrize("isa", _C.available_isas())

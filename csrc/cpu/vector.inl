@@ -21,6 +21,7 @@ constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(Real));
 typedef float FloatVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
 typedef double DoubleVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
 typedef uint32_t UintVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
+typedef uint64_t WideVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
 typedef uint16_t HalfUintVector __attribute__((vector_size(POSENC_VECTOR_BYTES / 2)));
 
 typedef int32_t IntVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
@@ -89,6 +90,26 @@ struct Lane<UintVector> {
     return result;
 #endif
   }
+  POSENC_HD static FloatVector flipped(FloatVector x, UintVector bits) {
+#if POSENC_VECTOR_BYTES == 64
+    const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+    return bit_cast<FloatVector>(_mm512_ternarylogic_epi32(bit_cast<__m512i>(x), bit_cast<__m512i>(bits), sign,
+                                                           _MM_TERNLOG_A ^ (_MM_TERNLOG_B & _MM_TERNLOG_C)));
+#else
+    return bit_cast<FloatVector>(bit_cast<UintVector>(x) ^ (bits & 0x80000000u));
+#endif
+  }
+  POSENC_HD static SinCos<FloatVector> turned(FloatVector sin, FloatVector cos, UintVector bits) {
+#if POSENC_VECTOR_BYTES == 64
+    const __mmask16 odd = _mm512_test_epi32_mask(bit_cast<__m512i>(bits), _mm512_set1_epi32(0x40000000));
+    const __m512i s = bit_cast<__m512i>(sin), c = bit_cast<__m512i>(cos), sign = _mm512_set1_epi32(INT32_MIN);
+    return {bit_cast<FloatVector>(_mm512_mask_mov_epi32(s, odd, c)),
+            bit_cast<FloatVector>(_mm512_mask_xor_epi32(c, odd, s, sign))};
+#else
+    const auto odd = (bits & 0x40000000u) != 0u;
+    return {odd ? cos : sin, odd ? -sin : cos};
+#endif
+  }
   POSENC_HD static FloatVector splat(float value) { return FloatVector{} + value; }
   POSENC_HD static FloatVector signed_to_float(UintVector value) {
     return __builtin_convertvector(bit_cast<IntVector>(value), FloatVector);
@@ -131,6 +152,25 @@ POSENC_HD void deinterleave(FloatVector a, FloatVector b, FloatVector& even, Flo
     even[i] = a[2 * i], odd[i] = a[2 * i + 1];
     even[i + kLanes<float> / 2] = b[2 * i], odd[i + kLanes<float> / 2] = b[2 * i + 1];
   }
+#endif
+}
+
+// The upper words of two vectors of 64-bit numbers.
+POSENC_HD UintVector upper_words(WideVector a, WideVector b) {
+#if POSENC_VECTOR_BYTES == 64
+  const __m512i odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return bit_cast<UintVector>(_mm512_permutex2var_epi32(bit_cast<__m512i>(a), odds, bit_cast<__m512i>(b)));
+#elif POSENC_VECTOR_BYTES == 32
+  const __m256i by_halves =
+      _mm256_castps_si256(_mm256_shuffle_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), _MM_SHUFFLE(3, 1, 3, 1)));
+  return bit_cast<UintVector>(_mm256_permute4x64_epi64(by_halves, _MM_SHUFFLE(3, 1, 2, 0)));
+#else
+  UintVector result;
+  for (int64_t i = 0; i < kLanes<double>; ++i) {
+    result[i] = static_cast<uint32_t>(a[i] >> 32);
+    result[i + kLanes<double>] = static_cast<uint32_t>(b[i] >> 32);
+  }
+  return result;
 #endif
 }
 
@@ -233,12 +273,13 @@ struct Element<BFloat16> {
     const UintVector rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
     return (rounded & ~is_nan) | (is_nan & (bits | 0x400000u));
   }
-  template <bool stream>
+  // `normal`: no value is subnormal.
+  template <bool stream, bool normal = false>
   POSENC_HD static void store(BFloat16* to, Vector even, Vector odd) {
 #if defined(POSENC_HAVE_AVX512_BF16)
     // One instruction rounds all, but it takes subnormal numbers for zero. So a result of zero goes the long way.
     const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(odd), bit_cast<__m512>(even)));
-    if (__builtin_expect(_mm512_testn_epi16_mask(halves, _mm512_set1_epi16(0x7FFF)) == 0, 1)) {
+    if (normal || __builtin_expect(_mm512_testn_epi16_mask(halves, _mm512_set1_epi16(0x7FFF)) == 0, 1)) {
       alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
       const __m512i order = _mm512_load_si512(kOrder);
@@ -284,7 +325,7 @@ struct Element<Float16> {
     first = load(from);
     second = load(from + kLanes<Real>);
   }
-  template <bool stream>
+  template <bool stream, bool normal = false>
   POSENC_HD static void store(Float16* to, Vector first, Vector second) {
     store_bytes<stream>(to, join(narrow(first), narrow(second)));
   }

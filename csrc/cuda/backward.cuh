@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kBackwardThreads) find_runs(const RunArgs args
     if (is_head(args, at)) {
       const int64_t run = run_of(args, at);
       args.begin[run] = static_cast<int32_t>(at);
-      if (args.run_rows != nullptr) args.run_rows[run] = args.keys[at];
+      if (args.head_counts != nullptr) args.run_rows[run] = args.keys[at];
     }
     if (is_last(args, at)) args.end[run_of(args, at)] = static_cast<int32_t>(at + 1);
   }

@@ -447,17 +447,21 @@ int64_t bad_id(Random& random, int64_t rows, bool wide) {
   return candidates[random.below(wide ? 8 : 4)];
 }
 
-void check_bad_ids_of(const ForwardCase& what, int64_t count_bad) {
+std::vector<int64_t> some_places(Random& random, int64_t tokens) {
+  std::vector<int64_t> places(1 + random.below(6));
+  for (int64_t& place : places) place = random.below(tokens);
+  return places;
+}
+
+void check_bad_ids_of(const ForwardCase& what, const std::vector<int64_t>& bad_places) {
   ForwardTensors tensors(what);
   Random random(what.seed + 99);
-  std::vector<int64_t> ids(what.tokens()), bad_places;
+  std::vector<int64_t> ids(what.tokens());
   for (int64_t& id : ids) id = random.below(what.rows);
   std::vector<int64_t> good = ids;
-  for (int64_t i = 0; i < count_bad; ++i) {
-    const int64_t place = random.below(what.tokens());
-    ids[place] = i == 0 ? what.rows : bad_id(random, what.rows, what.wide_ids);
+  for (const int64_t place : bad_places) {
+    ids[place] = place == bad_places[0] ? what.rows : bad_id(random, what.rows, what.wide_ids);
     good[place] = 0;
-    bad_places.push_back(place);
   }
   const int64_t first = *std::min_element(bad_places.begin(), bad_places.end());
 
@@ -511,8 +515,32 @@ void check_bad_ids(const Options& options) {
               what.seq = 7;
               what.resident_threads = random.below(2) == 0 ? 64 : 8192;
               what.seed = random.bits();
-              check_bad_ids_of(what, 1 + random.below(6));
+              check_bad_ids_of(what, some_places(random, what.tokens()));
             }
+}
+
+// A bad id at every step of a long walk: each lane has one, at a step of its own.
+void check_bad_ids_of_walks(const Options& options) {
+  constexpr int64_t kSteps = 19;
+  std::vector<int64_t> diagonal(kSteps);
+  for (int64_t i = 0; i < kSteps; ++i) diagonal[i] = i * kSteps + i;
+  for (const Dtype dtype : dtypes(options))
+    for (const LayoutKind kind : kKinds)
+      for (const Positions positions : {Positions::running, Positions::per_token})
+        for (const Precision precision : kPrecisions)
+          for (const bool wide : {true, false}) {
+            if (options.few && wide) continue;
+            ForwardCase what{dtype, Source::gathered, kind};
+            what.outer = what.seq = kSteps;
+            what.width = 32 / size_of(dtype);
+            what.positions = positions;
+            what.precision = precision;
+            what.wide_ids = wide;
+            what.far_positions = false;
+            what.resident_threads = 1;
+            what.seed = static_cast<uint64_t>(wide);
+            check_bad_ids_of(what, diagonal);
+          }
 }
 
 void check_search(const Options& options) {
@@ -636,6 +664,7 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: small calls")) check_small_calls(options);
   if (begin_group(options, "forward: mixtures")) check_mixtures(options);
   if (begin_group(options, "forward: bad ids")) check_bad_ids(options);
+  if (begin_group(options, "forward: bad ids of walks")) check_bad_ids_of_walks(options);
   if (begin_group(options, "search for bad ids")) check_search(options);
   if (!options.few && begin_group(options, "forward: far apart")) check_far_apart(options);
 }
