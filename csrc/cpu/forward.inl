@@ -196,15 +196,11 @@ POSENC_HD T combined(const T* base, const typename Element<T>::Real* wave, typen
   return Element<T>::put(wave ? term + *wave : term);
 }
 
-// Rows of a table lie anywhere, so the row of a later token is asked for, line by line, while this one is worked on. A
-// burst for a whole row would fill the queue that the streaming stores need too, and so would more than its beginning:
-// by then the machine has noticed where this is going.
-constexpr int64_t kPrefetchTokens = 2, kPrefetchBytes = 512;
+// Rows of a table lie anywhere, so the row of a later token is asked for, line by line, while this one is worked on: a
+// burst for a whole row would fill the queue that the streaming stores need too.
+constexpr int64_t kPrefetchTokens = 3;
 
-template <class T>
-POSENC_HD void prefetch(const T* row, int64_t i) {
-  if (i * static_cast<int64_t>(sizeof(T)) < kPrefetchBytes) __builtin_prefetch(row + i, 0, 2);
-}
+POSENC_HD void prefetch_to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // What is left to do with a vector of the base term.
 template <class T, Source source, bool with_waves>
@@ -238,7 +234,7 @@ POSENC_HD void combine_vectors(const T* base, const T* next, const typename Elem
     for (; i < count && !stream_aligned(out + i); ++i) one(i);
   }
   for (; i + kStep <= count; i += kStep) {
-    if constexpr (source == Source::gathered) prefetch(next, i);
+    if constexpr (source == Source::gathered) prefetch_to_l2(next + i);
     if constexpr (sizeof(T) == 2) {
       Vector first = {}, second = {};
       if constexpr (source != Source::none) E::load(base + i, first, second);
@@ -293,14 +289,14 @@ POSENC_HD void fused_row(const Visit& visit, const T* base, const T* next, T* ou
     FloatVector low = pair.sin, high = pair.cos;
     if constexpr (!E::kSplit) interleave(pair.sin, pair.cos, low, high);
     FloatVector first = {}, second = {};
-    if constexpr (source == Source::gathered) prefetch(next, at);
+    if constexpr (source == Source::gathered) prefetch_to_l2(next + at);
     if constexpr (sizeof(T) == 2) {
       if constexpr (source != Source::none) E::load(base + at, first, second);
       add(first, low);
       add(second, high);
       E::template store<stream, normal.value>(out + at, first, second);
     } else {
-      if constexpr (source == Source::gathered) prefetch(next, after);
+      if constexpr (source == Source::gathered) prefetch_to_l2(next + after);
       if constexpr (source != Source::none) first = E::load(base + at), second = E::load(base + after);
       add(first, low);
       add(second, high);
