@@ -57,11 +57,12 @@ POSENC_HD void visit_waves(const Waves& waves, int64_t position, int64_t first, 
 // same bits as by multiplication, for a third of the work.
 class RunningWaves {
  public:
-  // For the positions first .. last and these many pairs (a number of whole vectors); false if that is not for here.
-  bool start(const Waves& waves, int64_t first, int64_t last, int64_t pairs) {
+  // For `count` positions from `first` on and these many pairs (a number of whole vectors); false if that is not for
+  // here.
+  bool start(const Waves& waves, int64_t first, int64_t count, int64_t pairs) {
     constexpr int64_t kLeastSteps = 8;  // for the multiplications at the start
-    if (waves.precision != Precision::exact || pairs > kMostPairs || last - first < kLeastSteps) return false;
-    if (first < 0 || last >> 32 != 0) return false;
+    if (waves.precision != Precision::exact || pairs > kMostPairs || count < kLeastSteps) return false;
+    if (first < 0 || first > (int64_t{1} << 32) - count) return false;
     for (int64_t k = 0; k < pairs; ++k) {
       turns_[k] = static_cast<uint64_t>(waves.frequencies.turns[0][k]) << 32 | waves.frequencies.turns[1][k];
       phases_[k] = turns_[k] * static_cast<uint64_t>(first);
@@ -418,9 +419,8 @@ class ForwardWork {
     fusable_ = can_fuse_rows<T>(params_);
     // With one token at each position they follow one another.
     const Waves& waves = params_.waves;
-    const int64_t first = tokens_.position(0, begin, 0);
     running_ = fusable_ && waves.positions.data == nullptr && params_.grid.seq == params_.grid.tokens() &&
-               running_waves_.start(waves, first, first + (end - begin), waves.layout.width / 2);
+               running_waves_.start(waves, tokens_.position(0, begin, 0), end - begin, waves.layout.width / 2);
     for (int64_t at = begin; at < end;) {
       const int64_t count = std::min(Batch<T, source>::kMost, end - at);
       batch_.collect(tokens_, walk, count, end - at);
