@@ -8,8 +8,6 @@ import pytest
 
 from posenc_ext import _C
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="asks for mprotect")
-
 
 @pytest.mark.parametrize("side", ["end", "start"])
 @pytest.mark.parametrize("isa", _C.available_isas())

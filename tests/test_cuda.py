@@ -743,7 +743,7 @@ def op_cases(device: str, dtype: torch.dtype, requires_grad: bool) -> Iterator[t
 
 
 @pytest.mark.parametrize(("dtype", "requires_grad"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
-@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")  # raw ops: tests/test_autograd.py
 def test_opcheck(device, dtype, requires_grad):
     for case, differentiated in op_cases(device, dtype, requires_grad):
         # The slow last check for one kind of call; not where it cannot cope with the op (tests/test_opcheck.py).

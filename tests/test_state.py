@@ -451,7 +451,7 @@ def test_fully_sharded_training_step(kind, mesh):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of the distributed package about itself
 def test_a_sharded_weight_without_its_module_is_refused_clearly(mesh):
     """A DTensor that nothing has gathered: an error that says so, not a wrong lookup."""
     from torch.distributed.tensor import Shard, distribute_tensor
