@@ -162,19 +162,19 @@ Frequencies FrequencyTable::view() const {
   return result;
 }
 
-std::shared_ptr<const FrequencyTable> frequencies(double base, Divisor divisor, int64_t frequency_width,
+std::shared_ptr<const FrequencyTable> frequencies(double base, Divisor divisor, int64_t width,
                                                   int64_t pairs) {
   using Key = std::tuple<double, Divisor, int64_t, int64_t>;
   using Table = std::shared_ptr<const FrequencyTable>;
-  const Key key{base, divisor, frequency_width, pairs};
-  thread_local std::pair<Key, Table> last;  // models use one recipe: skip the lock
+  const Key key{base, divisor, width, pairs};
+  thread_local std::pair<Key, Table> last;  // a model uses one spec: skip the lock
   if (last.second && last.first == key) return last.second;
 
   static std::mutex mutex;
   static std::map<Key, Table> tables;
   const std::lock_guard<std::mutex> lock(mutex);
   Table& table = tables[key];
-  if (!table) table = make(base, divisor, frequency_width, pairs);
+  if (!table) table = make(base, divisor, width, pairs);
   last = {key, table};
   return table;
 }

@@ -1,10 +1,10 @@
-// The frequencies of a recipe, to the precision each mode needs.
+// The frequencies of a spec, to the bits that each precision needs.
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "params.h"
+#include "encoding.h"
 
 namespace posenc {
 
@@ -18,8 +18,8 @@ struct FrequencyTable {
   Frequencies view() const;
 };
 
-// w_k for k in [0, pairs): base^(-2k / frequency_width) or base^(-k / max(frequency_width / 2 - 1, 1)).
-// base >= 1. Made once for each recipe and kept: a few hundred microseconds, then a lookup.
-std::shared_ptr<const FrequencyTable> frequencies(double base, Divisor divisor, int64_t frequency_width, int64_t pairs);
+// w_k for k in [0, pairs): base^(-2k / width) or base^(-k / max(width / 2 - 1, 1)); see frequency_width.
+// base >= 1. Made once for each spec and kept: a few hundred microseconds, then a lookup.
+std::shared_ptr<const FrequencyTable> frequencies(double base, Divisor divisor, int64_t width, int64_t pairs);
 
 }  // namespace posenc

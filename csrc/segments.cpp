@@ -15,6 +15,8 @@ struct Entry {
 constexpr int kDigitBits = 8;
 constexpr int kBuckets = 1 << kDigitBits;
 
+// Stable, least significant digit first, over as many bits as the largest id has. Stability puts the tokens of an id in
+// token order, which is the order of the sum.
 void radix_sort(std::vector<Entry>& entries, uint64_t largest_id) {
   std::vector<Entry> other(entries.size());
   for (int shift = 0; shift < 64 && (largest_id >> shift) != 0; shift += kDigitBits) {
@@ -29,7 +31,7 @@ void radix_sort(std::vector<Entry>& entries, uint64_t largest_id) {
 
 }  // namespace
 
-SortedRuns sort_into_runs(const GradientTokens& tokens) {
+SortedSegments sort_into_segments(const GradientTokens& tokens) {
   std::vector<Entry> entries;
   entries.reserve(tokens.count);
   for (int64_t token = 0; token < tokens.count; ++token) {
@@ -38,17 +40,17 @@ SortedRuns sort_into_runs(const GradientTokens& tokens) {
   }
   radix_sort(entries, tokens.rows > 0 ? tokens.rows - 1 : 0);
 
-  SortedRuns runs;
-  runs.order.reserve(entries.size());
+  SortedSegments segments;
+  segments.order.reserve(entries.size());
   for (size_t i = 0; i < entries.size(); ++i) {
     if (i == 0 || entries[i].id != entries[i - 1].id) {
-      runs.start.push_back(i);
-      runs.row.push_back(entries[i].id);
+      segments.start.push_back(i);
+      segments.row.push_back(entries[i].id);
     }
-    runs.order.push_back(entries[i].token);
+    segments.order.push_back(entries[i].token);
   }
-  runs.start.push_back(entries.size());
-  return runs;
+  segments.start.push_back(entries.size());
+  return segments;
 }
 
 }  // namespace posenc

@@ -1,4 +1,4 @@
-// Groups the tokens of a batch by id: a stable radix sort on as many bits as the table's size needs.
+// Groups the tokens of a batch by id, on the host.
 #pragma once
 
 #include <vector>
@@ -7,11 +7,11 @@
 
 namespace posenc {
 
-struct SortedRuns {
+struct SortedSegments {
   std::vector<int64_t> order, start, row;
-  Runs view() const { return {static_cast<int64_t>(row.size()), order.data(), start.data(), row.data()}; }
+  Segments view() const { return {static_cast<int64_t>(row.size()), order.data(), start.data(), row.data()}; }
 };
 
-SortedRuns sort_into_runs(const GradientTokens& tokens);
+SortedSegments sort_into_segments(const GradientTokens& tokens);
 
 }  // namespace posenc

@@ -13,17 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__CUDACC__)
-#define POSENC_HD __host__ __device__ __forceinline__
-#else
-#define POSENC_HD inline __attribute__((always_inline))
-#endif
-
-// Functions of this header are compiled once for each instruction set; the namespace keeps the linker from merging
-// an AVX-512 copy into code that must run on an older CPU.
-#ifndef POSENC_ISA
-#define POSENC_ISA portable
-#endif
+#include "encoding.h"
 
 namespace posenc {
 inline namespace POSENC_ISA {
@@ -71,19 +61,10 @@ POSENC_HD float fused(float a, float b, float c) {
 #endif
 }
 
-template <class Real>
+template <class acc_t>
 struct SinCos {
-  Real sin, cos;
+  acc_t sin, cos;
 };
-
-// The value itself, of which the compiler must not know where it comes from. Newer GPUs then test a bit of it in one
-// instruction instead of two; on others it costs more than it saves.
-POSENC_HD uint32_t opaque(uint32_t value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  asm("" : "+r"(value));
-#endif
-  return value;
-}
 
 // What follows is written once for a single value and for a vector of them (cpu/vector.inl): Uint is uint32_t or a
 // vector of uint32_t, Lane<Uint> names its partners, and operators work on both.
@@ -103,7 +84,7 @@ struct Lane<uint32_t> {
   }
   // (sin, cos), a quarter turn on where bit 30 is set.
   POSENC_HD static SinCos<float> turned(float sin, float cos, uint32_t bits) {
-    if ((opaque(bits) & 0x40000000u) != 0u) return {cos, -sin};
+    if ((bits & 0x40000000u) != 0u) return {cos, -sin};
     return {sin, cos};
   }
 };
@@ -254,6 +235,34 @@ POSENC_HD uint64_t wide_angle_phase64(float angle) {
   if (shift == 0) return fraction;
   if (shift < 64) return (fraction >> shift) | (whole << (64 - shift));
   return shift < 128 ? whole >> (shift - 64) : 0;
+}
+
+// ---- the encoding of any position, without a shortcut
+
+// Positions enter by magnitude: sin(-p) = -sin(p), cos(-p) = cos(p).
+POSENC_HD uint64_t magnitude(int64_t position) {
+  return position < 0 ? uint64_t{0} - static_cast<uint64_t>(position) : static_cast<uint64_t>(position);
+}
+
+POSENC_HD SinCos<float> sincos_of_pair(const Frequencies& f, Precision precision, uint64_t p, int64_t k, float) {
+  if (precision == Precision::reference) return sincos_of_angle(static_cast<float>(p) * f.angular[k]);
+  return sincos_of_phase32(exact_phase32(static_cast<uint32_t>(p), static_cast<uint32_t>(p >> 32), f.turns[0][k],
+                                         f.turns[1][k], f.turns[2][k]));
+}
+
+POSENC_HD SinCos<double> sincos_of_pair(const Frequencies& f, Precision precision, uint64_t p, int64_t k, double) {
+  if (precision == Precision::reference)
+    return sincos_of_phase64(wide_angle_phase64(static_cast<float>(p) * f.angular[k]));
+  return sincos_of_phase64(exact_phase64(p, {{f.turns[0][k], f.turns[1][k], f.turns[2][k], f.turns[3][k]}}));
+}
+
+// Sine and cosine of pair k at a position.
+template <class acc_t>
+POSENC_HD SinCos<acc_t> encoding_of_pair(const Frequencies& frequencies, Precision precision, int64_t position,
+                                         int64_t k) {
+  SinCos<acc_t> pair = sincos_of_pair(frequencies, precision, magnitude(position), k, acc_t{});
+  if (position < 0) pair.sin = -pair.sin;
+  return pair;
 }
 
 }  // namespace POSENC_ISA

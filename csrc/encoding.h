@@ -1,0 +1,83 @@
+// What an encoding is made of: frequencies, and which column holds which sine or cosine.
+//
+// Columns come in pairs. Pair k has one frequency w_k, a sine and a cosine. An odd width leaves one column over; the
+// odd-width rule says what it holds.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+
+#include "host_device.h"
+
+namespace posenc {
+
+enum class Precision : int64_t { exact = 0, reference = 1 };
+constexpr int64_t kPrecisions = 2;
+
+// `d`: w_k = base^(-2k/D); `half_minus_1`: w_k = base^(-k/(D/2-1)).
+enum class Divisor : int64_t { d = 0, half_minus_1 = 1 };
+constexpr int64_t kDivisors = 2;
+
+enum class OddRule : int64_t {
+  sine = 0,      // the last column is one more sine, of the next frequency
+  zero = 1,      // the last column is zero
+  round_up = 2,  // one more sine, and all frequencies are those of the next even width
+};
+constexpr int64_t kOddRules = 3;
+
+// The width D that the frequencies are computed for.
+inline int64_t frequency_width(OddRule odd, int64_t width) {
+  return odd == OddRule::round_up ? width + width % 2 : width;
+}
+
+// A layout is one row: the distance from one sine to the next, and whether cosines come first. The index of the row is
+// the layout's code in posenc_ext/conventions.py.
+struct Layout {
+  int64_t step;
+  bool cosine_first;
+};
+constexpr Layout kLayouts[] = {
+    {2, false},  // interleaved: sin, cos, sin, cos, ...
+    {1, false},  // sin_cos: all sines, then all cosines
+    {1, true},   // cos_sin: all cosines, then all sines
+};
+constexpr int64_t kLayoutCount = std::size(kLayouts);
+
+// The column map of one width. Sine k is in column sine_start + k * step; a column after all pairs holds zero.
+struct Columns {
+  int64_t width = 0;
+  int64_t sines = 0, cosines = 0;  // columns that hold one; sines >= cosines; no sines: no encoding
+  int64_t sine_start = 0, cosine_start = 0, step = 1;
+
+  POSENC_HD bool encoded() const { return sines > 0; }
+  POSENC_HD int64_t pairs() const { return sines; }
+  POSENC_HD bool has_zero_column() const { return encoded() && sines + cosines < width; }
+  POSENC_HD bool cosine_first() const { return cosine_start < sine_start; }
+  // The sine that an odd width adds has no cosine beside it, so it moves up to the last column.
+  POSENC_HD int64_t sine_column(int64_t k) const {
+    const int64_t column = sine_start + k * step;
+    return column < width ? column : width - 1;
+  }
+  POSENC_HD int64_t cosine_column(int64_t k) const { return cosine_start + k * step; }
+};
+
+inline Columns columns_of(const Layout& layout, OddRule odd, int64_t width) {
+  Columns columns;
+  columns.width = width;
+  columns.cosines = width / 2;
+  columns.sines = odd == OddRule::zero ? width / 2 : width - width / 2;
+  columns.step = layout.step;
+  const int64_t second = layout.step == 2 ? 1 : layout.cosine_first ? columns.cosines : columns.sines;
+  (layout.cosine_first ? columns.sine_start : columns.cosine_start) = second;
+  return columns;
+}
+
+// The frequencies of one width, in both precisions; `pairs` entries each, in memory of the backend.
+struct Frequencies {
+  int64_t pairs = 0;
+  const uint32_t* turns[4] = {};   // exact: bits of w / 2pi, most significant word first
+  const float* angular = nullptr;  // reference: w as an fp32 table builder forms it
+};
+
+}  // namespace posenc

@@ -1,0 +1,46 @@
+// Everything that depends on which token it is: its row, its position, its scale. Said once, for CPU and CUDA.
+#pragma once
+
+#include <cmath>
+
+#include "params.h"
+
+namespace posenc {
+inline namespace POSENC_ISA {
+
+// Sums wrap at 64 bits; they are never undefined.
+POSENC_HD int64_t position_of(const ForwardParams& params, int64_t b, int64_t t) {
+  const Positions& positions = params.positions;
+  uint64_t position = static_cast<uint64_t>(positions.offset);
+  if (positions.running) position += static_cast<uint64_t>(t);
+  if (positions.given.data != nullptr)
+    position += static_cast<uint64_t>(positions.given[positions.strides.at(b, t)]);
+  return static_cast<int64_t>(position);
+}
+
+template <class acc_t>
+struct Token {
+  int64_t base = 0;  // elements from params.base to its base term
+  int64_t out = 0;   // elements from params.out to its output
+  int64_t position = 0;
+  acc_t scale = 1;       // of the base term
+  bool in_range = true;  // an id out of range reads row 0, times NaN; the CPU refuses it beforehand
+};
+
+template <Source source, class acc_t>
+POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t) {
+  Token<acc_t> token;
+  token.out = params.out_strides.at(b, t);
+  token.position = position_of(params, b, t);
+  if constexpr (source == Source::dense) token.base = params.base_strides.at(b, t);
+  if constexpr (source == Source::gathered) {
+    const int64_t id = params.ids[params.tokens.order.at(b, t)];
+    token.in_range = static_cast<uint64_t>(id) < static_cast<uint64_t>(params.rows);
+    token.base = token.in_range ? id * params.row_stride : 0;
+    token.scale = static_cast<acc_t>(token.in_range ? params.token_scale : NAN);
+  }
+  return token;
+}
+
+}  // namespace POSENC_ISA
+}  // namespace posenc
