@@ -162,8 +162,7 @@ Frequencies FrequencyTable::view() const {
   return result;
 }
 
-std::shared_ptr<const FrequencyTable> frequencies(double base, Divisor divisor, int64_t width,
-                                                  int64_t pairs) {
+std::shared_ptr<const FrequencyTable> frequencies(double base, Divisor divisor, int64_t width, int64_t pairs) {
   using Key = std::tuple<double, Divisor, int64_t, int64_t>;
   using Table = std::shared_ptr<const FrequencyTable>;
   const Key key{base, divisor, width, pairs};

@@ -1,7 +1,8 @@
 // The spec of an encoding as it travels through the ops: a base and one integer of flags, since every further scalar
 // costs a call through the dispatcher a tenth of a microsecond. posenc_ext/conventions.py writes the flags.
 //
-//   bits 0-3 divisor, 4-7 layout, 8-11 odd-width rule, 12-15 precision, 16 no encoding, 17 sequence-first, 20 always set
+//   bits 0-3 divisor, 4-7 layout, 8-11 odd-width rule, 12-15 precision, 16 no encoding, 17 sequence-first, 20 always
+//   set
 //
 // Numbers without bit 20 come from programs exported by version 0.1: two bits a field, layout 3 for no encoding, bit 8
 // for sequence-first.

@@ -13,8 +13,7 @@ POSENC_HD int64_t position_of(const ForwardParams& params, int64_t b, int64_t t)
   const Positions& positions = params.positions;
   uint64_t position = static_cast<uint64_t>(positions.offset);
   if (positions.running) position += static_cast<uint64_t>(t);
-  if (positions.given.data != nullptr)
-    position += static_cast<uint64_t>(positions.given[positions.strides.at(b, t)]);
+  if (positions.given.data != nullptr) position += static_cast<uint64_t>(positions.given[positions.strides.at(b, t)]);
   return static_cast<int64_t>(position);
 }
 
