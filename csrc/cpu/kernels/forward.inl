@@ -50,8 +50,8 @@ POSENC_HD void visit_pairs(const Encoding& encoding, int64_t position, int64_t f
   const auto sincos_at = [&](int64_t i) {
     SinCos<FloatVector> pairs;
     for (int64_t lane = 0; lane < kLanes<float>; ++lane) {
-      const SinCos<float> pair = encoding_of_pair<float>(encoding.frequencies, encoding.precision,
-                                                         static_cast<int64_t>(magnitude(position)), first + i + lane);
+      const SinCos<float> pair =
+          sincos_of_pair(encoding.frequencies, encoding.precision, magnitude(position), first + i + lane, float{});
       pairs.sin[lane] = pair.sin, pairs.cos[lane] = pair.cos;
     }
     return pairs;
