@@ -10,21 +10,24 @@
 namespace posenc {
 namespace {
 
-// The arguments of a call, under their names in the schemas. Those of the other ops keep their defaults.
+// The arguments of a call, under their names in the schemas.
 struct EmbedArgs {
   const char* op;
   Spec spec;
-  int64_t offset;
-  const std::optional<Tensor>& positions;
-  const Tensor* weight = nullptr;  // gathered
-  const Tensor* input = nullptr;
-  double token_scale = 1.0;
-  const Tensor* x = nullptr;  // dense
-  int64_t d_model = 0;        // neither: the encoding of positions
-  ScalarType dtype = ScalarType::Float;
+  const Tensor* positions;
+  int64_t offset = 0;
   const Tensor* out = nullptr;
-  bool only_check = false;
+  // A gathered base term.
+  const Tensor *weight = nullptr, *input = nullptr;
+  double token_scale = 1.0;
+  // A dense one.
+  const Tensor* x = nullptr;
+  // The encoding alone.
+  int64_t d_model = 0;
+  ScalarType dtype = ScalarType::Float;
 };
+
+const Tensor* given(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
 // `out` must be what a kernel can write as it is.
 void check_out(const Tensor& out, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like,
@@ -41,7 +44,7 @@ void check_out(const Tensor& out, const std::vector<int64_t>& sizes, ScalarType 
 }
 
 // Checks everything before anything is written. Returns `out` or a new tensor; nothing where it only checks.
-std::optional<Tensor> run(const EmbedArgs& args) {
+std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   const char* op = args.op;
   const bool sequence_first = args.spec.sequence_first;
   ForwardParams params;
@@ -75,10 +78,11 @@ std::optional<Tensor> run(const EmbedArgs& args) {
   const auto table = frequencies(args.spec.base, args.spec.divisor, frequency_width(args.spec.odd, width),
                                  params.encoding.columns.pairs());
 
-  std::optional<Tensor> positions = args.positions;
+  std::optional<Tensor> positions;
   params.positions.offset = args.offset;
-  params.positions.running = !positions;
-  if (positions) {
+  params.positions.running = !args.positions;
+  if (args.positions) {
+    positions = *args.positions;
     params.positions.given = integers_of(*positions, op, "positions");
     check_same_device(*positions, "positions", like, like_name, op);
     POSENC_CHECK(equal(positions->sizes(), token_sizes), op, "positions must have the shape of the tokens ",
@@ -120,7 +124,7 @@ std::optional<Tensor> run(const EmbedArgs& args) {
     input = *args.input;
     params.ids = checked_ids(*input, params.rows, op);
   }
-  if (args.only_check) {
+  if (only_check) {
     if (like.is_cpu()) return std::nullopt;
     const CudaCall call(cuda::Op::check, like);
     cuda::check_bounds(params.ids, params.tokens.count(), params.rows, call->launch());
@@ -146,45 +150,25 @@ std::optional<Tensor> run(const EmbedArgs& args) {
 
 Tensor embed_fwd(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
                  double base, int64_t flags) {
-  return *run({.op = "embed",
-               .spec = {base, flags, "embed"},
-               .offset = offset,
-               .positions = positions,
-               .weight = &weight,
-               .input = &input,
-               .token_scale = token_scale});
+  return *run({"embed", {base, flags, "embed"}, given(positions), offset, nullptr, &weight, &input, token_scale});
 }
 
 // The last three shape the gradient only.
 Tensor embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
              double base, int64_t flags, int64_t, bool, bool) {
-  return embed_fwd(weight, input, positions, offset, token_scale, base, flags);
+  return *run({"embed", {base, flags, "embed"}, given(positions), offset, nullptr, &weight, &input, token_scale});
 }
 
 void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
                double base, int64_t flags, Tensor out) {
-  run({.op = "embed",
-       .spec = {base, flags, "embed"},
-       .offset = offset,
-       .positions = positions,
-       .weight = &weight,
-       .input = &input,
-       .token_scale = token_scale,
-       .out = &out});
+  run({"embed", {base, flags, "embed"}, given(positions), offset, &out, &weight, &input, token_scale});
 }
 
 // All the checks of embed_out (or of embed), for callers that must write somewhere before it. On a GPU it waits until
 // the ids have been looked at.
 void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double base,
                  int64_t flags, std::optional<Tensor> out) {
-  run({.op = "embed",
-       .spec = {base, flags, "embed"},
-       .offset = offset,
-       .positions = positions,
-       .weight = &weight,
-       .input = &input,
-       .out = out ? &*out : nullptr,
-       .only_check = true});
+  run({"embed", {base, flags, "embed"}, given(positions), offset, given(out), &weight, &input}, true);
 }
 
 Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
@@ -192,54 +176,45 @@ Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> position
                      std::optional<Tensor> position_table, double encoding_scale, int64_t at_padding, double dropout_p,
                      std::optional<Tensor> seed) {
   const char* op = "embed_general";
-  const std::pair<const char*, bool> to_come[] = {{"frequencies", frequencies.has_value()},
-                                                  {"position_table", position_table.has_value()},
-                                                  {"encoding_scale", encoding_scale != 1},
-                                                  {"at_padding", at_padding != 0},
-                                                  {"dropout_p", dropout_p != 0},
-                                                  {"seed", seed.has_value()}};
-  for (const auto& [argument, given] : to_come) POSENC_CHECK(!given, op, argument, " is not supported yet");
-  return *run({.op = op,
-               .spec = {base, flags, op},
-               .offset = offset,
-               .positions = positions,
-               .weight = &weight,
-               .input = &input,
-               .token_scale = token_scale});
+  const auto refuse = [&](const char* argument, bool given) {
+    POSENC_CHECK(!given, op, argument, " is not supported yet");
+  };
+  refuse("frequencies", frequencies.has_value());
+  refuse("position_table", position_table.has_value());
+  refuse("encoding_scale", encoding_scale != 1);
+  refuse("at_padding", at_padding != 0);
+  refuse("dropout_p", dropout_p != 0);
+  refuse("seed", seed.has_value());
+  return *run({op, {base, flags, op}, given(positions), offset, nullptr, &weight, &input, token_scale});
 }
 
 Tensor add_positional_encoding(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags) {
   const char* op = "add_positional_encoding";
-  return *run({.op = op, .spec = {base, flags, op}, .offset = offset, .positions = positions, .x = &x});
+  return *run({.op = op, .spec = {base, flags, op}, .positions = given(positions), .offset = offset, .x = &x});
 }
 
 void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags,
                                  Tensor out) {
   const char* op = "add_positional_encoding";
-  run({.op = op, .spec = {base, flags, op}, .offset = offset, .positions = positions, .x = &x, .out = &out});
+  run({.op = op, .spec = {base, flags, op}, .positions = given(positions), .offset = offset, .out = &out, .x = &x});
+}
+
+Tensor encode(const Tensor& positions, int64_t d_model, int64_t offset, double base, int64_t flags, ScalarType dtype,
+              const Tensor* out) {
+  EmbedArgs args{"positional_encoding", {base, flags, "positional_encoding"}, &positions, offset, out};
+  args.d_model = d_model;
+  args.dtype = dtype;
+  return *run(args);
 }
 
 Tensor positional_encoding(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags,
                            ScalarType dtype) {
-  const char* op = "positional_encoding";
-  return *run({.op = op,
-               .spec = {base, flags, op},
-               .offset = offset,
-               .positions = positions,
-               .d_model = d_model,
-               .dtype = dtype});
+  return encode(positions, d_model, offset, base, flags, dtype, nullptr);
 }
 
 void positional_encoding_out(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags,
                              Tensor out) {
-  const char* op = "positional_encoding";
-  run({.op = op,
-       .spec = {base, flags, op},
-       .offset = offset,
-       .positions = positions,
-       .d_model = d_model,
-       .dtype = out.scalar_type(),
-       .out = &out});
+  encode(positions, d_model, offset, base, flags, out.scalar_type(), &out);
 }
 
 // The same functions for both: they look at where the tensors are.
