@@ -11,7 +11,6 @@
 
 #include "../frequency.h"
 #include "../params.h"
-#include "error_sink.h"
 
 namespace posenc::cuda {
 
@@ -19,6 +18,22 @@ class ErrorRecord;
 
 // `check` is a call that only looks at ids; `other` has none.
 enum class Op : uint64_t { embed = 0, embed_backward = 1, embed_backward_sparse = 2, check = 3, other = 4 };
+
+// Where kernels leave the first out-of-range index they meet, for the host to raise later. In device memory.
+struct OutOfRange {
+  uint32_t locked = 0;
+  uint32_t found = 0;
+  uint64_t call = 0;  // number of the call, counted on the host
+  int64_t place = 0;  // of the index, in the order of the tokens
+  int64_t index = 0;  // must lie in [0, rows)
+  int64_t rows = 0;
+};
+
+struct ErrorSink {
+  OutOfRange* record = nullptr;
+  uint32_t* found = nullptr;  // memory of the host that the device can write: not 0 once `record` holds something
+  uint64_t call = 0;
+};
 
 // Where a launcher runs.
 struct Launch {
@@ -65,6 +80,10 @@ void forward(const ForwardParams& params, const Launch& launch);
 
 // Contiguous ids, to lie in [0, rows).
 void check_bounds(const Integers& ids, int64_t count, int64_t rows, const Launch& launch);
+
+// Moves what a record holds to `taken` and forgets it; found == 0 where it holds nothing. `found` and `taken` are in
+// memory of the host that the device can write.
+void take_out_of_range(OutOfRange* record, uint32_t* found, OutOfRange* taken, void* stream);
 
 // ---- the weight gradient, in scratch memory that the caller allocates
 
