@@ -23,6 +23,8 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+FORWARD_KERNELS = ROOT / "csrc/cuda/forward_kernels.cu"
+ELEMENT_TYPES = ("float32", "float64", "bfloat16", "float16")
 DEFAULT_CUDA_ARCHS = ("7.5", "8.0", "9.0", "10.0", "12.0")
 # Names that TORCH_CUDA_ARCH_LIST may hold.
 ARCHITECTURE_NAMES = {"Turing": "7.5", "Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}
@@ -94,10 +96,13 @@ def architecture_flags(listed: str) -> list[str]:
 def compile_cuda(nvcc: Path, folder: Path, architectures: str, debug: bool) -> list[str]:
     """Objects of csrc/cuda/*.cu, compiled anew where something they are made of has changed.
 
+    The forward kernels take the longest, so their source is compiled once for each element type, at the same time.
     Not by torch's CUDAExtension: these files know no torch, so a CPU-only torch or one for another CUDA version is as
     good as any, and the machine needs no GPU.
     """
-    sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    objects = [(path, path.stem, []) for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if path != FORWARD_KERNELS]
+    # The slowest first.
+    objects[:0] = [(FORWARD_KERNELS, f"forward_{t}", [f"-DPOSENC_DTYPE={t}"]) for t in ELEMENT_TYPES]
     headers = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh")]
     flags = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DPOSENC_WITH_CUDA"]
     flags += ["-G", "-g"] if debug else []
@@ -106,9 +111,10 @@ def compile_cuda(nvcc: Path, folder: Path, architectures: str, debug: bool) -> l
     newest = max(path.stat().st_mtime for path in [*headers, ROOT / "setup.py"])
     folder.mkdir(parents=True, exist_ok=True)
 
-    def build(source: Path) -> str:
-        target = folder / f"{source.stem}.o"
-        command = [str(nvcc), *flags, "-c", str(source), "-o", str(target)]
+    def build(item: tuple[Path, str, list[str]]) -> str:
+        source, name, macros = item
+        target = folder / f"{name}.o"
+        command = [str(nvcc), *flags, *macros, "-c", str(source), "-o", str(target)]
         record = target.with_suffix(".command")
         made_by = " ".join(command) + "\n" + version
         fresh = target.exists() and record.exists() and record.read_text() == made_by
@@ -121,7 +127,7 @@ def compile_cuda(nvcc: Path, folder: Path, architectures: str, debug: bool) -> l
 
     jobs = os.environ.get("MAX_JOBS", "")
     with ThreadPoolExecutor(int(jobs) if jobs.isdigit() and int(jobs) > 0 else os.cpu_count()) as pool:
-        return list(pool.map(build, sources))
+        return list(pool.map(build, objects))
 
 
 def extension() -> dict:

@@ -1,16 +1,16 @@
-// The CUDA backend: what ops.cpp and python.cpp may call. Always there; in a build without nvcc every call says so
-// (absent.cpp).
+// The CUDA backend: all that csrc/torch and python.cpp may call. In a build without nvcc every call says so (stub.cpp).
+//
+// Pointers in all params are device pointers, those of frequencies too. Except where it is said, functions only queue
+// work on the stream of a launch.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 
 #include "../frequency.h"
 #include "../params.h"
-#include "backward.h"
-#include "check_ids.h"
-#include "forward.h"
-#include "launch.h"
 
 namespace posenc::cuda {
 
@@ -19,30 +19,52 @@ class ErrorRecord;
 // `check` is a call that only looks at ids; `other` has none.
 enum class Op : uint64_t { embed = 0, embed_backward = 1, embed_backward_sparse = 2, check = 3, other = 4 };
 
+// Where kernels leave the first out-of-range index they meet, for the host to raise later. In device memory.
+struct OutOfRange {
+  uint32_t locked = 0;
+  uint32_t found = 0;
+  uint64_t call = 0;  // number of the call, counted on the host
+  int64_t place = 0;  // of the index, in the order of the tokens
+  int64_t index = 0;  // must lie in [0, rows)
+  int64_t rows = 0;
+};
+
+struct ErrorSink {
+  OutOfRange* record = nullptr;
+  uint32_t* found = nullptr;  // memory of the host that the device can write: not 0 once `record` holds something
+  uint64_t call = 0;
+};
+
+// Where a launcher runs.
+struct Launch {
+  void* stream = nullptr;        // a cudaStream_t
+  int64_t resident_threads = 0;  // that the device can hold at a time; shapes a launch, never a value
+  ErrorSink errors;
+};
+
 // One call of an op: from before its first launch to after its last.
 //
-// A bad id is found on the device, after the call has returned, so it is raised (std::out_of_range) by the first call
-// after that, or in this one where POSENC_EXT_SYNC_ERRORS=1 asks for that; never while a graph is captured. The first
-// call on a device waits for what is set up there.
+// The device finds an out-of-range index after the call has returned. The first call after that raises it
+// (std::out_of_range). With POSENC_EXT_SYNC_ERRORS=1 the call itself raises it. Nothing is raised while a graph is
+// captured. The first call on a device waits for what is set up there.
 class Call {
  public:
   // `device` must be the current one. Raises what earlier calls have left.
   Call(Op op, int device, void* stream);
 
   const Launch& launch() const { return launch_; }
-  // The table in memory of the device; uploaded at its first use, for which the call waits.
+  // The table in memory of the device. Its first use uploads it and waits for that.
   Frequencies frequencies(const std::shared_ptr<const FrequencyTable>& table) const;
-  // One of the running sums that number_runs made; waits for the stream, and raises a bad id that was found by then.
+  // Waits for the stream, reads a value of its device, and raises an out-of-range index that was found by then.
   int64_t read(const int32_t* value) const;
-  // Raises what has gone wrong with the launches; and, where POSENC_EXT_SYNC_ERRORS=1, in them.
+  // Raises what has gone wrong with the launches. With POSENC_EXT_SYNC_ERRORS=1 it waits for them too.
   void finish() const;
-  // Waits for the stream and raises a bad id of this call or of an earlier one.
+  // Waits for the stream and raises an out-of-range index of this call or of an earlier one.
   void finish_and_wait() const;
 
  private:
   bool capturing() const;
   void raise_launch_error() const;
-  void raise_bad_id() const;
 
   Op op_;
   int device_;
@@ -51,7 +73,56 @@ class Call {
   std::unique_lock<std::mutex> alone_;  // of a check
 };
 
-// Waits for every device that was used, and raises a bad id found on one.
+// Waits for every device that was used, and raises an out-of-range index found on one.
 void check_errors();
+
+void forward(const ForwardParams& params, const Launch& launch);
+
+// Contiguous ids, to lie in [0, rows).
+void check_bounds(const Integers& ids, int64_t count, int64_t rows, const Launch& launch);
+
+// Moves what a record holds to `taken` and forgets it; found == 0 where it holds nothing. `found` and `taken` are in
+// memory of the host that the device can write.
+void take_out_of_range(OutOfRange* record, uint32_t* found, OutOfRange* taken, void* stream);
+
+// ---- the weight gradient, in scratch memory that the caller allocates
+
+// Tokens that one call can sort; the caller refuses more.
+constexpr int64_t kMostGradientTokens = (int64_t{1} << 31) - 1;
+// Rows likewise: a key for each, and one that is no row.
+constexpr int64_t kMostGradientRows = (int64_t{1} << 32) - 2;
+
+// The parts of the scratch memory. Segments are told apart by their row (dense) or numbered (sparse).
+struct GradientScratch {
+  uint32_t *keys = nullptr, *sorted_keys = nullptr;
+  int32_t *tokens = nullptr, *order = nullptr;
+  int32_t *begin = nullptr, *end = nullptr;  // begin lies before end: both are cleared at once
+  int32_t* segment_counts = nullptr;         // sparse: segments that begin at or before each sorted token
+  void* partials = nullptr;
+  void* temporary = nullptr;  // of the sort and the scan
+  size_t temporary_bytes = 0;
+  int64_t bytes = 0;  // of all parts
+
+  // Computes `bytes`. Once the caller has that much memory, `place` says where each part lies in it.
+  GradientScratch(const GradientTokens& tokens, const BackwardParams& params, bool sparse);
+  void place(void* memory);
+
+ private:
+  int64_t token_count_, segment_count_, partial_bytes_;
+  bool sparse_;
+};
+
+// In all three, params.segments is not used.
+//
+// Dense: writes all params.rows rows of params.out.
+void backward(const GradientTokens& tokens, const BackwardParams& params, const GradientScratch& scratch,
+              const Launch& launch);
+
+// Sparse, in two steps: the number of segments is the size of the output, so the caller reads it in between. It is
+// segment_counts[tokens.count - 1] once this has run.
+void number_segments(const GradientTokens& tokens, const GradientScratch& scratch, const Launch& launch);
+// params.rows segments. Writes their rows of the table, ascending, to segment_rows.
+void backward_of_segments(const GradientTokens& tokens, const BackwardParams& params, const GradientScratch& scratch,
+                          int64_t* segment_rows, const Launch& launch);
 
 }  // namespace posenc::cuda

@@ -1,16 +1,12 @@
-#include "backward.h"
+#include "backward.cuh"
 
-#include <iterator>
 #include <type_traits>
 
-#include "backward.cuh"
-#include "shape.h"
+#include "launch_config.h"
 #include "sort.h"
 
 namespace posenc::cuda {
 namespace {
-
-int64_t real_size(Dtype dtype) { return dtype == Dtype::float64 ? 8 : 4; }
 
 int bits_of(uint64_t largest) {
   int bits = 1;
@@ -18,159 +14,103 @@ int bits_of(uint64_t largest) {
   return bits;
 }
 
-// One thread for each of `count` items, up to what fills the device a few times.
-dim3 line_of_blocks(int64_t count, const Launch& launch) {
-  const int64_t most = std::max<int64_t>(4 * launch.resident_threads / kBackwardThreads, 1);
-  return dim3(std::min(divide_up(count, kBackwardThreads), most));
-}
-
-RunArgs runs_of(const GradientTokens& tokens, const GradientScratch& scratch) {
-  RunArgs runs;
-  runs.keys = scratch.sorted_keys;
-  runs.tokens = tokens.count;
-  runs.rows = static_cast<uint32_t>(tokens.rows);
-  runs.head_counts = scratch.head_counts;
-  runs.begin = scratch.begin;
-  runs.end = scratch.end;
-  return runs;
-}
-
 void sort_tokens(const GradientTokens& tokens, const GradientScratch& scratch, const Launch& launch) {
-  KeyArgs args;
-  args.ids = tokens.ids.data;
-  args.wide_ids = tokens.ids.wide;
-  args.tokens = tokens.count;
-  args.padding_idx = tokens.padding_idx;
-  args.keys = scratch.keys;
-  args.order = scratch.tokens;
-  args.check = {tokens.rows, launch.call, launch.bad_id, launch.bad_id_found};
-  POSENC_LAUNCH(mark_keys, line_of_blocks(tokens.count, launch), dim3(kBackwardThreads), 0, launch.stream, args);
+  POSENC_LAUNCH(mark_keys, blocks_for(tokens.count, kBackwardThreads, launch.resident_threads), kBackwardThreads,
+                launch.stream, tokens, scratch, launch.errors);
   sort_pairs(scratch.temporary, scratch.temporary_bytes, scratch.keys, scratch.sorted_keys, scratch.tokens,
              scratch.order, tokens.count, bits_of(tokens.rows), launch.stream);
 }
 
 template <class T, bool vectors>
-void launch_sums(SumArgs args, const Launch& launch) {
-  constexpr int64_t kThreads = kBackwardThreads, kFills = 4;
-  args.units = vectors ? args.width / kVector<T> : args.width;
-  const int64_t x = threads_along(args.units, kThreads);
-  const int64_t y = kThreads / x;
-  const int64_t blocks_y = std::min(divide_up(args.units, x), kMostBlocksYZ);
-  const auto blocks = [&](int64_t rows) {
-    const int64_t most = std::clamp<int64_t>(kFills * launch.resident_threads / (x * y * blocks_y), 1, kMostBlocksX);
-    return dim3(std::min(divide_up(rows, y), most), blocks_y);
+void launch_sums(const BackwardParams& params, const GradientTokens& tokens, const GradientScratch& scratch,
+                 const Launch& launch) {
+  const int64_t units = vectors ? params.width / kVector<T> : params.width;
+  const int64_t x = threads_along(units, kBackwardThreads), y = kBackwardThreads / x;
+  const int64_t blocks_y = std::min(divide_up(units, x), kMostBlocksYZ);
+  const dim3 block(x, y);
+  const auto grid = [&](int64_t rows) {
+    return dim3(blocks_for(rows, y, launch.resident_threads / (x * blocks_y)), blocks_y);
   };
-  const int64_t slots = args.runs.tokens / kSumPiece + 1;
-  // Up to a piece in all, no run has a second one.
-  if (args.runs.tokens > kSumPiece)
-    POSENC_LAUNCH((sum_pieces<T, vectors>), blocks(slots), dim3(x, y), 0, launch.stream, args);
-  POSENC_LAUNCH((sum_rows<T, vectors>), blocks(args.out_rows), dim3(x, y), 0, launch.stream, args);
+  // Up to kSumChunk tokens in all, no segment has a second chunk.
+  if (tokens.count > kSumChunk)
+    POSENC_LAUNCH((sum_chunks<T, vectors>), grid(tokens.count / kSumChunk + 1), block, launch.stream, params, tokens,
+                  scratch);
+  POSENC_LAUNCH((sum_rows<T, vectors>), grid(params.rows), block, launch.stream, params, scratch);
 }
 
-template <class T>
-void launch_typed(const SumArgs& args, const Launch& launch) {
+template <Dtype dtype>
+void launch_sums(const BackwardParams& params, const GradientTokens& tokens, const GradientScratch& scratch,
+                 const Launch& launch) {
+  using T = typename ElementOf<dtype>::type;
   const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
-  const bool vectors = args.width % kVector<T> == 0 && args.column_bytes == static_cast<int64_t>(sizeof(T)) &&
-                       args.token_bytes % 16 == 0 && aligned(args.grad) && aligned(args.out);
-  if (vectors) return launch_sums<T, true>(args, launch);
-  return launch_sums<T, false>(args, launch);
+  if (params.width % kVector<T> == 0 && params.column_stride == 1 && params.token_stride % kVector<T> == 0 &&
+      aligned(params.grad) && aligned(params.out))
+    return launch_sums<T, true>(params, tokens, scratch, launch);
+  launch_sums<T, false>(params, tokens, scratch, launch);
 }
 
-void sum(const RunArgs& runs, const BackwardParams& params, const GradientScratch& scratch, const Launch& launch) {
+void sum_segments(const BackwardParams& params, const GradientTokens& tokens, const GradientScratch& scratch,
+                  int64_t* segment_rows, const Launch& launch) {
+  if (tokens.count > 0)
+    POSENC_LAUNCH(find_segments, blocks_for(tokens.count, kBackwardThreads, launch.resident_threads), kBackwardThreads,
+                  launch.stream, tokens, scratch, segment_rows);
   if (params.rows == 0) return;
-  const int64_t size = element_size(params.dtype);
-  SumArgs args;
-  args.runs = runs;
-  args.order = scratch.order;
-  args.grad = static_cast<const char*>(params.grad);
-  args.token_bytes = params.token_stride * size;
-  args.column_bytes = params.column_stride * size;
-  args.width = params.width;
-  args.out_rows = params.rows;
-  args.partial = scratch.partial;
-  args.out = params.out;
-  args.token_scale = params.token_scale;
-  args.scale_by_frequency = params.scale_by_frequency;
   switch (params.dtype) {
-    case Dtype::float32: return launch_typed<float>(args, launch);
-    case Dtype::float64: return launch_typed<double>(args, launch);
-    case Dtype::bfloat16: return launch_typed<BFloat16>(args, launch);
-    case Dtype::float16: return launch_typed<Float16>(args, launch);
+    case Dtype::float32: return launch_sums<Dtype::float32>(params, tokens, scratch, launch);
+    case Dtype::float64: return launch_sums<Dtype::float64>(params, tokens, scratch, launch);
+    case Dtype::bfloat16: return launch_sums<Dtype::bfloat16>(params, tokens, scratch, launch);
+    case Dtype::float16: return launch_sums<Dtype::float16>(params, tokens, scratch, launch);
   }
-}
-
-void launch_find_runs(const RunArgs& runs, const Launch& launch) {
-  if (runs.tokens == 0) return;
-  POSENC_LAUNCH(find_runs, line_of_blocks(runs.tokens, launch), dim3(kBackwardThreads), 0, launch.stream, runs);
 }
 
 }  // namespace
 
-template <class Visit>
-void GradientScratch::each_part(const Visit& visit) {
-  int part = 0;
-  visit(keys, sizes_[part++]);
-  visit(sorted_keys, sizes_[part++]);
-  visit(tokens, sizes_[part++]);
-  visit(order, sizes_[part++]);
-  visit(begin, sizes_[part++]);
-  visit(end, sizes_[part++]);
-  visit(head_counts, sizes_[part++]);
-  visit(partial, sizes_[part++]);
-  visit(temporary, sizes_[part++]);
-}
-
-GradientScratch::GradientScratch(const GradientTokens& call, const BackwardParams& params, bool sparse) {
-  constexpr int64_t kAlignment = 256;
-  const int64_t runs = sparse ? call.count : call.rows;
-  temporary_bytes = sort_bytes(call.count, bits_of(call.rows));
-  const int64_t wanted[] = {4 * call.count,
-                            4 * call.count,
-                            4 * call.count,
-                            4 * call.count,
-                            4 * runs,
-                            4 * runs,
-                            sparse ? 4 * call.count : 0,
-                            (call.count / kSumPiece + 1) * params.width * real_size(params.dtype),
-                            static_cast<int64_t>(temporary_bytes)};
-  static_assert(std::size(wanted) == std::size(decltype(sizes_){}), "each part has a size");
-  for (size_t i = 0; i < std::size(wanted); ++i) bytes += sizes_[i] = divide_up(wanted[i], kAlignment) * kAlignment;
+GradientScratch::GradientScratch(const GradientTokens& call, const BackwardParams& params, bool sparse)
+    : temporary_bytes(sort_bytes(call.count, bits_of(call.rows))),
+      token_count_(call.count),
+      segment_count_(sparse ? call.count : call.rows),
+      partial_bytes_((call.count / kSumChunk + 1) * params.width * (params.dtype == Dtype::float64 ? 8 : 4)),
+      sparse_(sparse) {
+  place(nullptr);
 }
 
 void GradientScratch::place(void* memory) {
-  char* at = static_cast<char*>(memory);
-  each_part([&](auto*& pointer, int64_t size) {
-    pointer = size == 0 ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(at);
-    at += size;
-  });
+  constexpr int64_t kAlignment = 256;
+  bytes = 0;
+  const auto take = [&](auto*& part, int64_t size) {
+    const auto address = reinterpret_cast<uintptr_t>(memory) + bytes;
+    part = size == 0 ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(part)>>(address);
+    bytes += divide_up(size, kAlignment) * kAlignment;
+  };
+  for (uint32_t** part : {&keys, &sorted_keys}) take(*part, 4 * token_count_);
+  for (int32_t** part : {&tokens, &order}) take(*part, 4 * token_count_);
+  for (int32_t** part : {&begin, &end}) take(*part, 4 * segment_count_);
+  take(segment_counts, sparse_ ? 4 * token_count_ : 0);
+  take(partials, partial_bytes_);
+  take(temporary, static_cast<int64_t>(temporary_bytes));
 }
 
 void backward(const GradientTokens& tokens, const BackwardParams& params, const GradientScratch& scratch,
               const Launch& launch) {
   if (params.rows == 0) return;
-  // Empty runs stay empty: begin = end = 0. The arrays follow one another.
+  // Empty segments stay empty: begin = end = 0.
   const size_t gap = reinterpret_cast<char*>(scratch.end) - reinterpret_cast<char*>(scratch.begin);
-  cudaMemsetAsync(scratch.begin, 0, gap + sizeof(int32_t) * params.rows, launch.stream);
+  cudaMemsetAsync(scratch.begin, 0, gap + sizeof(int32_t) * params.rows, static_cast<cudaStream_t>(launch.stream));
   if (tokens.count > 0) sort_tokens(tokens, scratch, launch);
-  const RunArgs runs = runs_of(tokens, scratch);
-  launch_find_runs(runs, launch);
-  sum(runs, params, scratch, launch);
+  sum_segments(params, tokens, scratch, nullptr, launch);
 }
 
-void number_runs(const GradientTokens& tokens, const GradientScratch& scratch, const Launch& launch) {
+void number_segments(const GradientTokens& tokens, const GradientScratch& scratch, const Launch& launch) {
   if (tokens.count == 0) return;
   sort_tokens(tokens, scratch, launch);
-  const RunArgs runs = runs_of(tokens, scratch);
-  POSENC_LAUNCH(mark_heads, line_of_blocks(tokens.count, launch), dim3(kBackwardThreads), 0, launch.stream, runs);
-  running_sum(scratch.temporary, scratch.temporary_bytes, scratch.head_counts, tokens.count, launch.stream);
+  POSENC_LAUNCH(mark_heads, blocks_for(tokens.count, kBackwardThreads, launch.resident_threads), kBackwardThreads,
+                launch.stream, tokens, scratch);
+  running_sum(scratch.temporary, scratch.temporary_bytes, scratch.segment_counts, tokens.count, launch.stream);
 }
 
-void backward_of_runs(const GradientTokens& tokens, const BackwardParams& params, const GradientScratch& scratch,
-                      int64_t* run_rows, const Launch& launch) {
-  RunArgs runs = runs_of(tokens, scratch);
-  runs.run_rows = run_rows;
-  launch_find_runs(runs, launch);
-  sum(runs, params, scratch, launch);
+void backward_of_segments(const GradientTokens& tokens, const BackwardParams& params, const GradientScratch& scratch,
+                          int64_t* segment_rows, const Launch& launch) {
+  sum_segments(params, tokens, scratch, segment_rows, launch);
 }
 
 }  // namespace posenc::cuda

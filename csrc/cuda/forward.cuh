@@ -1,179 +1,89 @@
-// out = token_scale * base + waves, in one pass.
+// The forward kernels: out = scale * base + encoding, in one pass.
 //
-// The tokens stand on a plane: a lane is one index of the axis that threads are laid along, and a thread walks some
-// steps of the other axis. It owns the same few columns all the way, so their frequencies are loaded once, and where
-// all tokens of a lane share their position, so are the sines and cosines.
+// Threads lie along the columns and along seq. Each owns the same few columns of every token it writes and loops over
+// rows of the batch: their frequencies are loaded once, and rows that share their positions share one encoding.
 //
-// forward_vectors reads and writes 16 bytes at a time; forward_columns takes what is not laid out for that.
+// forward_vectors loads and stores 16 bytes at a time. forward_columns takes what is not laid out for that.
 #pragma once
 
-#include "bad_id.cuh"
+#include "../epilogue.h"
+#include "../sinusoid.h"
+#include "../token.h"
 #include "element.cuh"
-#include "launch.h"
-#include "waves.cuh"
+#include "forward.h"
+#include "out_of_range.cuh"
 
 namespace posenc::cuda {
 
-// In bytes.
-struct PlaneStrides {
-  int64_t lane = 0, step = 0;
-  __device__ __forceinline__ int64_t at(int64_t lane_index, int64_t step_index) const {
-    return lane_index * lane + step_index * step;
-  }
+struct ForwardLaunch {
+  int64_t units = 0;  // of a row; each belongs to one thread
+  ErrorSink errors;
 };
 
-struct ForwardArgs {
-  int64_t width = 0;
-  int64_t units = 0;  // of columns: what one thread owns
-  int64_t lanes = 0, steps = 0;
-  int64_t chunk = 0;  // steps that one thread walks
-  const char* base = nullptr;
-  const char* ids = nullptr;
-  const char* positions = nullptr;  // null: the running index along the lanes (or along the steps of a single lane)
-  char* out = nullptr;
-  PlaneStrides id_strides, position_strides, base_strides, out_strides;
-  PlaneStrides place_strides;    // in tokens: where a token stands in their order
-  int64_t row_bytes = 0;         // from one row of the table to the next
-  uint32_t short_row_bytes = 0;  // the same; forward_vectors takes no longer ones, and no table of 2^31 rows
-  int64_t column_bytes = 0;      // from one column of the base term to the next
-  int64_t offset = 0;
-  double token_scale = 1.0;
-  WaveArgs waves;
-  int64_t sines = 0, cosines = 0;
-  int64_t sine_start = 0, sine_step = 1, cosine_start = 0, cosine_step = 1;  // columns of pair k: start + k * step
-  int64_t zero_column = -1;
-  IdCheck check;
-  bool wide_ids = true, wide_positions = true;
-};
-
-// Columns of a unit in forward_vectors.
-enum class Columns {
-  interleaved,  // one vector of sine, cosine, sine, ...
-  halves,       // a vector of sines and the vector of their cosines
-  plain,        // one vector without waves
-};
-
-// When a thread makes waves.
-enum class Mode {
-  shared,           // once for all steps of a lane
-  token_exact,      // for each token
-  token_reference,  // the same, in that precision
-};
-
-// Steps whose rows are on their way at the same time; of fp64, as many as registers hold on every architecture.
-template <class T>
-constexpr int kRowsInFlight = sizeof(T) == 8 ? 2 : 4;
 constexpr int kForwardThreads = 256;
-// On one multiprocessor at least; asked for because the compiler may otherwise spill to fit more.
+// Blocks that a multiprocessor must have room for: the compiler may otherwise spill to fit more.
 constexpr int kForwardBlocks = 2;
 
-template <class T, Columns columns>
-constexpr int kPairs = columns == Columns::halves ? kVector<T> : kVector<T> / 2;
-template <Columns columns>
-constexpr int kVectors = columns == Columns::halves ? 2 : 1;
-
-template <class T, Source source, Columns columns, Mode mode>
-__global__ void forward_vectors(const ForwardArgs args);
+template <class T, Source source, Arrangement arrangement, Mode mode>
+__global__ void forward_vectors(const ForwardParams params, const ForwardLaunch launch);
 
 template <class T, Source source>
-__global__ void forward_columns(const ForwardArgs args);
+__global__ void forward_columns(const ForwardParams params, const ForwardLaunch launch);
 
 #if !defined(POSENC_KERNELS_FROM_PTX)
 
-template <class Real>
-__device__ __forceinline__ Real not_a_number() {
-  return static_cast<Real>(__int_as_float(0x7FC00000));
-}
-
-__device__ __forceinline__ Integer64 position_of(const ForwardArgs& args, int64_t lane, int64_t step) {
-  const int64_t at = args.position_strides.at(lane, step);
-  return moved(args.positions == nullptr ? halves_of(at) : load_integer(args.positions + at, args.wide_positions),
-               args.offset);
-}
-
-// The precision of a call, which a kernel of one precision knows when it is compiled.
-template <class T, Mode mode>
-__device__ __forceinline__ Precision precision_of(const ForwardArgs& args) {
-  if constexpr (mode == Mode::shared || sizeof(T) == 8) return args.waves.precision;
-  return mode == Mode::token_exact ? Precision::exact : Precision::reference;
-}
+// Rows of the batch: those of a thread are row_step() apart.
+__device__ __forceinline__ int64_t first_row() { return blockIdx.z * int64_t{blockDim.z} + threadIdx.z; }
+__device__ __forceinline__ int64_t row_step() { return int64_t{gridDim.z} * blockDim.z; }
 
 // ---- one column at a time: every layout, every position
 
-template <class T, Source source, Mode mode>
-struct TokenColumns {
-  using Real = typename Element<T>::Real;
-
-  const ForwardArgs& args;
-  const char* base;
-  T* out;
-  Real scale;
-  bool good;
-  int64_t position;
-
-  __device__ __forceinline__ TokenColumns(const ForwardArgs& call, int64_t lane, int64_t step)
-      : args(call),
-        base(call.base),
-        out(reinterpret_cast<T*>(call.out + call.out_strides.at(lane, step))),
-        scale(static_cast<Real>(call.token_scale)),
-        good(true),
-        position(0) {
-    if constexpr (source == Source::dense) base += args.base_strides.at(lane, step);
-    if constexpr (source == Source::gathered) {
-      // A bad id reads row 0, times NaN.
-      const int64_t id = load_integer(args.ids + args.id_strides.at(lane, step), args.wide_ids).value();
-      good = in_table(id, args.check.rows);
-      base += (good ? id : 0) * args.row_bytes;
-      if (!good) scale = not_a_number<Real>();
-    }
-    if (args.sines > 0) position = position_of(args, lane, step).value();
-  }
-
-  __device__ __forceinline__ Real term(int64_t column) const {
-    const Real value = Element<T>::get(*reinterpret_cast<const T*>(base + column * args.column_bytes));
-    return source == Source::gathered ? value * scale : value;
-  }
-  __device__ __forceinline__ void put(int64_t column, Real wave) const {
-    out[column] = Element<T>::put(source == Source::none ? wave : term(column) + wave);
-  }
-  __device__ __forceinline__ void put_plain(int64_t column) const {
-    out[column] = Element<T>::put(source == Source::none ? Real{0} : term(column));
-  }
-  __device__ __forceinline__ void put_pair(int64_t pair) const {
-    Real sine, cosine;
-    wave_of_pair(args.waves.frequencies, precision_of<T, mode>(args), position, pair, sine, cosine);
-    put(args.sine_start + pair * args.sine_step, sine);
-    if (pair < args.cosines) put(args.cosine_start + pair * args.cosine_step, cosine);
-  }
-};
-
-// Writes down the bad ids among the tokens (lane, first .. last - 1). Apart from the loops that do the work, so that
-// they need not carry it.
-__device__ __forceinline__ void report_bad_ids(const ForwardArgs& args, int64_t lane, int64_t first, int64_t last) {
-  for (int64_t step = first; step < last; ++step) {
-    const int64_t id = load_integer(args.ids + args.id_strides.at(lane, step), args.wide_ids).value();
-    if (!in_table(id, args.check.rows)) record_bad_id(args.check, args.place_strides.at(lane, step), id);
-  }
+template <class T, Source source, bool encoded>
+__device__ __forceinline__ void store_column(const ForwardParams& params, const Token<acc_of<T>>& token, int64_t column,
+                                             acc_of<T> encoding) {
+  acc_of<T> base = 0;
+  if constexpr (source != Source::none)
+    base = to_acc(static_cast<const T*>(params.base)[token.base + column * params.column_stride]);
+  static_cast<T*>(params.out)[token.out + column] = from_acc<T>(epilogue<source, encoded>(base, encoding, token.scale));
 }
 
-// A unit is a pair, the zero column after the pairs, or any column of a layout without waves.
 template <class T, Source source>
-__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks) forward_columns(const ForwardArgs args) {
-  for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < args.units;
+__device__ __forceinline__ void store_pair(const ForwardParams& params, const Token<acc_of<T>>& token, int64_t k,
+                                           const SinCos<acc_of<T>>& pair) {
+  const Columns& columns = params.encoding.columns;
+  store_column<T, source, true>(params, token, columns.sine_column(k), pair.sin);
+  if (k < columns.cosines) store_column<T, source, true>(params, token, columns.cosine_column(k), pair.cos);
+}
+
+__device__ __forceinline__ void record_id(const ForwardParams& params, int64_t b, int64_t t, const ErrorSink& errors) {
+  const int64_t place = params.tokens.order.at(b, t);
+  record_out_of_range(errors, place, params.ids[place], params.rows);
+}
+
+// A unit is a pair, the zero column after the pairs, or any column where there is no encoding.
+template <class T, Source source>
+__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
+    forward_columns(const ForwardParams params, const ForwardLaunch launch) {
+  const Encoding& encoding = params.encoding;
+  for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
        unit += int64_t{gridDim.y} * blockDim.x) {
-    for (int64_t step = blockIdx.z * int64_t{blockDim.z} + threadIdx.z; step < args.steps;
-         step += int64_t{gridDim.z} * blockDim.z) {
-      for (int64_t lane = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; lane < args.lanes;
-           lane += int64_t{gridDim.x} * blockDim.y) {
-        const TokenColumns<T, source, Mode::shared> token(args, lane, step);
-        if (unit < args.sines) {
-          token.put_pair(unit);
-        } else if (args.sines > 0) {
-          token.put(args.zero_column, 0);
+    for (int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; t < params.tokens.seq;
+         t += int64_t{gridDim.x} * blockDim.y) {
+      SinCos<acc_of<T>> pair = {};
+      bool made = false;
+      for (int64_t b = first_row(); b < params.tokens.batch; b += row_step()) {
+        const auto token = token_of<source, acc_of<T>>(params, b, t);
+        if (!encoding.columns.encoded()) {
+          store_column<T, source, false>(params, token, unit, 0);
+        } else if (unit == encoding.columns.pairs()) {
+          store_column<T, source, true>(params, token, encoding.columns.width - 1, 0);
         } else {
-          token.put_plain(unit);
+          if (!made || !params.positions.shared())
+            pair = encoding_of_pair<acc_of<T>>(encoding.frequencies, encoding.precision, token.position, unit);
+          made = true;
+          store_pair<T, source>(params, token, unit, pair);
         }
-        if (source == Source::gathered && unit == 0) report_bad_ids(args, lane, step, step + 1);
+        if (source == Source::gathered && unit == 0 && !token.in_range) record_id(params, b, t, launch.errors);
       }
     }
   }
@@ -181,255 +91,173 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks) forward_colum
 
 // ---- whole vectors
 
-// What one thread does with the tokens (lane, first .. last - 1).
+template <int count>
+struct alignas(count < 4 ? 4 * count : 16) Words {
+  uint32_t word[count];
+};
+
+// Rows of the batch that a thread loads before it uses the first: as many as registers hold on every architecture. In
+// halves a row is two vectors.
+template <class T, Arrangement arrangement, Mode mode>
+constexpr int kRowsInFlight = mode != Mode::shared                                              ? 1
+                              : std::is_same_v<T, double> || arrangement == Arrangement::halves ? 2
+                                                                                                : 4;
+
+// The columns of one thread, and what it does with them.
 //
-// The loops carry nothing but the work. What is rare, a bad id or a far position, only leaves a note in them, any bit
-// of a number, and is seen to in loops of its own afterwards. Until then such a token holds what came of reading
-// another row of the table, or of a position cut short.
-template <class T, Source source, Columns columns, Mode mode>
-struct UnitWalk {
-  using Real = typename Element<T>::Real;
-  static constexpr int kPairCount = kPairs<T, columns>;
-  static constexpr int kVectorCount = kVectors<columns>;
-  static constexpr bool kWaves = columns != Columns::plain;
-  static constexpr bool kNarrow = sizeof(Real) == sizeof(float);
+// The fast path makes the encoding of positions that are not far. Whatever else a token needs, a far position or the
+// record of its id, is left to `fixup`, so that the loops that do the work do not carry it.
+template <class T, Source source, Arrangement arrangement, Mode mode>
+struct VectorColumns {
+  using acc_t = acc_of<T>;
+  static constexpr bool kEncoded = arrangement != Arrangement::none;
+  static constexpr int kVectors = arrangement == Arrangement::halves ? 2 : 1;
+  static constexpr int kPairs = kVectors * kVector<T> / 2;
+  // fp64 makes every encoding by the general formulas: there is no far position.
+  static constexpr bool kFast = kEncoded && !std::is_same_v<T, double>;
 
-  // The waves of a unit, arranged as its columns are.
-  struct UnitWaves {
-    Real values[kVectorCount][kVector<T>];
+  struct Values {
+    acc_t of[kVectors][kVector<T>];
   };
 
-  // What has been read of one token.
-  struct Row {
-    uint4 raw[kVectorCount];
-  };
+  const ForwardParams& params;
+  Precision precision;
+  int64_t unit;
+  int64_t column[kVectors];  // the first of each vector
+  // Of w / 2pi the two leading words, all that a position below 2^32 needs; or the bits of w.
+  Words<kPairs> high, low;
 
-  const ForwardArgs& args;
-  int64_t first_pair;
-  int64_t column;       // in bytes, of the unit's first vector in a row
-  int64_t next_column;  // from there to the second vector
-  uint64_t table;       // address of its columns in row 0; as a number, or the column is added anew for every row
-  Frequency<kPairCount> frequency;
-
-  __device__ __forceinline__ UnitWalk(const ForwardArgs& call, int64_t unit)
-      : args(call), first_pair(unit * kPairCount), column(unit * 16), next_column(0) {
-    if constexpr (columns == Columns::halves) {
-      column += args.sine_start * static_cast<int64_t>(sizeof(T));
-      next_column = (args.cosine_start - args.sine_start) * static_cast<int64_t>(sizeof(T));
-    }
-    table = reinterpret_cast<uint64_t>(args.base) + static_cast<uint64_t>(column);
-    if constexpr (kWaves && kNarrow) frequency.load(args.waves, first_pair);
-  }
-
-  // ---- waves
-
-  __device__ __forceinline__ void arrange(const Real (&sines)[kPairCount], const Real (&cosines)[kPairCount],
-                                          UnitWaves& waves) const {
-#pragma unroll
-    for (int i = 0; i < kPairCount; ++i) {
-      if constexpr (columns == Columns::halves) {
-        waves.values[0][i] = sines[i];
-        waves.values[1][i] = cosines[i];
-      } else {
-        waves.values[0][2 * i] = sines[i];
-        waves.values[0][2 * i + 1] = cosines[i];
-      }
-    }
-  }
-
-  // Positions that are not far; of fp64, any.
-  __device__ __forceinline__ void make(Precision precision, Integer64 position, UnitWaves& waves) const {
-    Real sines[kPairCount], cosines[kPairCount];
-    if constexpr (!kNarrow) {
-#pragma unroll
-      for (int i = 0; i < kPairCount; ++i)
-        wave_of_pair(args.waves.frequencies, precision, position.value(), first_pair + i, sines[i], cosines[i]);
-    } else if (precision == Precision::exact) {
-      near_waves<Precision::exact>(static_cast<int32_t>(position.low), frequency, sines, cosines);
+  __device__ __forceinline__ VectorColumns(const ForwardParams& call, int64_t unit_index)
+      : params(call), precision(call.encoding.precision), unit(unit_index) {
+    if constexpr (mode != Mode::shared && kFast)
+      precision = mode == Mode::per_token_exact ? Precision::exact : Precision::reference;
+    if constexpr (arrangement == Arrangement::halves) {
+      column[0] = params.encoding.columns.sine_column(unit * kPairs);
+      column[1] = params.encoding.columns.cosine_column(unit * kPairs);
     } else {
-      near_waves<Precision::reference>(static_cast<int32_t>(position.low), frequency, sines, cosines);
+      column[0] = unit * kVector<T>;
     }
-    arrange(sines, cosines, waves);
-  }
-
-  // 0 if `make` can make the waves of a position, else a note of it.
-  __device__ __forceinline__ uint32_t far_note(Precision precision, Integer64 position) const {
-    if constexpr (!kWaves || !kNarrow) return 0;
-    return precision == Precision::exact ? beyond_near<Precision::exact>(position)
-                                         : beyond_near<Precision::reference>(position);
-  }
-
-  // ---- rows
-
-  // `base` is the unit's place in row 0 of the table, or in the token's own row. Notes what is wrong with the lower
-  // half of the id.
-  __device__ __forceinline__ void load(Row& row, uint64_t base, Integer64 id, uint32_t& notes) const {
-    if constexpr (source == Source::gathered) {
-      const uint32_t last = static_cast<uint32_t>(args.check.rows) - 1u, known = id.low < last ? id.low : last;
-      notes |= known ^ id.low;
-      base += wide_product(known, args.short_row_bytes);
-    }
-    if constexpr (source != Source::none) {
-#pragma unroll
-      for (int v = 0; v < kVectorCount; ++v)
-        row.raw[v] = load_vector<source == Source::gathered>(reinterpret_cast<const char*>(base) + v * next_column);
+    if constexpr (kFast) {
+      const auto load = [&](const void* words) { return static_cast<const Words<kPairs>*>(words)[unit]; };
+      const Frequencies& frequencies = params.encoding.frequencies;
+      high = load(precision == Precision::exact ? static_cast<const void*>(frequencies.turns[0]) : frequencies.angular);
+      if (precision == Precision::exact) low = load(frequencies.turns[1]);
     }
   }
 
-  __device__ __forceinline__ void store(const Row& row, const UnitWaves& waves, char* out, bool wanted = true) const {
-    const Real scale = static_cast<Real>(args.token_scale);
+  // No frequency is above 1, so no angle is above the position.
+  __device__ __forceinline__ bool is_far(int64_t position) const {
+    const uint64_t limit = precision == Precision::exact ? uint64_t{1} << 32 : static_cast<uint64_t>(kShortAngle);
+    return kFast && magnitude(position) >= limit;
+  }
+
+  __device__ __forceinline__ SinCos<acc_t> near_pair(int64_t position, int i) const {
+    if constexpr (!kFast) {
+      return encoding_of_pair<acc_t>(params.encoding.frequencies, precision, position, unit * kPairs + i);
+    } else {
+      const uint32_t p = static_cast<uint32_t>(magnitude(position));
+      SinCos<float> pair = precision == Precision::exact
+                               ? sincos_of_phase32(phase_of_product(p, high.word[i], low.word[i]))
+                               : sincos_of_short_angle<uint32_t>(static_cast<float>(p) * __uint_as_float(high.word[i]));
+      pair.sin = Lane<uint32_t>::flipped(pair.sin, static_cast<uint32_t>(position >> 32));
+      return pair;
+    }
+  }
+
+  // The encoding of a position that is not far, arranged as the columns are.
+  __device__ __forceinline__ Values encode(int64_t position) const {
+    const bool cosine_first = params.encoding.columns.cosine_first();
+    Values values;
 #pragma unroll
-    for (int v = 0; v < kVectorCount; ++v) {
-      Real values[kVector<T>];
-      if constexpr (source != Source::none) unpack<T>(row.raw[v], values);
-#pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) {
-        if constexpr (source == Source::gathered) values[i] = values[i] * scale;
-        if constexpr (kWaves) values[i] = source == Source::none ? waves.values[v][i] : values[i] + waves.values[v][i];
+    for (int i = 0; i < kPairs; ++i) {
+      const SinCos<acc_t> pair = near_pair(position, i);
+      if constexpr (arrangement == Arrangement::halves) {
+        values.of[0][i] = pair.sin;
+        values.of[1][i] = pair.cos;
+      } else {
+        values.of[0][2 * i] = cosine_first ? pair.cos : pair.sin;
+        values.of[0][2 * i + 1] = cosine_first ? pair.sin : pair.cos;
       }
-      if (wanted) store_vector<T>(out + v * next_column, values);
     }
+    return values;
   }
 
-  // Where the data of a token lies; moves on by whole steps without a multiplication.
-  struct Cursor {
-    const char* id;
-    const char* position;
-    uint64_t base;
-    char* out;
-
-    __device__ __forceinline__ Cursor(const UnitWalk& walk, int64_t lane, int64_t step)
-        : id(source == Source::gathered ? walk.args.ids + walk.args.id_strides.at(lane, step) : nullptr),
-          position(mode != Mode::shared ? walk.args.positions + walk.args.position_strides.at(lane, step) : nullptr),
-          base(source == Source::dense ? walk.table + walk.args.base_strides.at(lane, step) : walk.table),
-          out(walk.args.out + walk.column + walk.args.out_strides.at(lane, step)) {}
-    __device__ __forceinline__ void next(const ForwardArgs& args) {
-      if constexpr (source == Source::gathered) id += args.id_strides.step;
-      if constexpr (mode != Mode::shared) position += args.position_strides.step;
-      if constexpr (source == Source::dense) base += args.base_strides.step;
-      out += args.out_strides.step;
-    }
-  };
-
-  // A negative int32 is left without its sign: it is above every row number all the same.
-  __device__ __forceinline__ Integer64 id_at(const Cursor& cursor, bool wide) const {
-    if constexpr (source != Source::gathered) return {};
-    if (wide) return halves_of(__ldg(reinterpret_cast<const long long*>(cursor.id)));
-    return {__ldg(reinterpret_cast<const uint32_t*>(cursor.id)), 0u};
-  }
-
-  // ---- walks
-
-  // Tokens with the same waves, `count` at a time: all their rows are asked for before the first is used.
+  // The rows first, first + step, ... Returns whether one of them needs the fixup.
   template <int count>
-  __device__ __forceinline__ void rows(Cursor& cursor, bool wide_ids, const UnitWaves& waves, uint32_t& notes) const {
-    Integer64 ids[count];
-    Row row[count];
-    char* out[count];
-    uint64_t base[count];
+  __device__ __forceinline__ bool write(int64_t first, int64_t step, int64_t t, const Values& shared) const {
+    Token<acc_t> tokens[count];
+    Vector<T> base[count][kVectors] = {};
+    bool slow = false;
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      ids[i] = id_at(cursor, wide_ids);
-      out[i] = cursor.out;
-      base[i] = cursor.base;
-      cursor.next(args);
+      tokens[i] = token_of<source, acc_t>(params, first + i * step, t);
+      slow |= !tokens[i].in_range;
     }
 #pragma unroll
-    for (int i = 0; i < count; ++i) load(row[i], base[i], ids[i], notes);
-    uint32_t high = 0;  // apart, since an instruction joins three
+    for (int i = 0; i < count; ++i)
 #pragma unroll
-    for (int i = 0; i < count; ++i) high |= ids[i].high;
-    notes |= high;
+      for (int v = 0; v < (source == Source::none ? 0 : kVectors); ++v)
+        base[i][v] =
+            load_vector<source == Source::gathered>(static_cast<const T*>(params.base) + tokens[i].base + column[v]);
 #pragma unroll
-    for (int i = 0; i < count; ++i) store(row[i], waves, out[i]);
-  }
-
-  __device__ __forceinline__ void all_rows(Cursor& cursor, int left, bool wide_ids, const UnitWaves& waves,
-                                           uint32_t& notes) const {
-    for (; left >= kRowsInFlight<T>; left -= kRowsInFlight<T>) rows<kRowsInFlight<T>>(cursor, wide_ids, waves, notes);
-#pragma unroll 1  // a few at most
-    for (; left > 0; --left) rows<1>(cursor, wide_ids, waves, notes);
-  }
-
-  __device__ __forceinline__ void walk_shared(int64_t lane, int64_t first, int64_t last, uint32_t& notes) const {
-    UnitWaves waves;
-    if constexpr (kWaves) {
-      const Integer64 position = position_of(args, lane, first);
-      const Precision precision = args.waves.precision;
-      notes = far_note(precision, position);
-      if (notes != 0) return;
-      make(precision, position, waves);
-    }
-    Cursor cursor(*this, lane, first);
-    const int count = static_cast<int>(last - first);
-    // A loop for each, so that none asks again for every token.
-    if (source == Source::gathered && args.wide_ids) {
-      all_rows(cursor, count, true, waves, notes);
-    } else {
-      all_rows(cursor, count, false, waves, notes);
-    }
-  }
-
-  __device__ __forceinline__ void walk_tokens(int64_t lane, int64_t first, int64_t last, uint32_t& notes) const {
-    const Precision precision = precision_of<T, mode>(args);
-    Cursor cursor(*this, lane, first);
-#pragma unroll 1
-    for (int left = static_cast<int>(last - first); left > 0; --left) {
-      const Integer64 position = moved(load_integer(cursor.position, args.wide_positions), args.offset);
-      const uint32_t far = far_note(precision, position);
-      Row row;
-      const Integer64 id = id_at(cursor, args.wide_ids);
-      load(row, cursor.base, id, notes);
-      UnitWaves waves;
-      make(precision, position, waves);
-      // What may be its own base term must not be lost.
-      store(row, waves, cursor.out, source == Source::gathered || far == 0);
-      notes |= far | id.high;
-      cursor.next(args);
-    }
-  }
-
-  // What the walk has left a note of, one column at a time: rare, and the long formulas for a whole vector would be
-  // most of the kernel.
-  __device__ __forceinline__ void walk_again(int64_t lane, int64_t first, int64_t last) const {
-    for (int64_t step = first; step < last; ++step) {
-      const TokenColumns<T, source, mode> token(args, lane, step);
-      if (token.good && far_note(precision_of<T, mode>(args), halves_of(token.position)) == 0) continue;
-#pragma unroll 1
-      for (int i = 0; i < (kWaves ? kPairCount : kVector<T>); ++i) {
-        if constexpr (kWaves) {
-          token.put_pair(first_pair + i);
-        } else {
-          token.put_plain(first_pair * 2 + i);
-        }
+    for (int i = 0; i < count; ++i) {
+      if (mode != Mode::shared && is_far(tokens[i].position)) {
+        slow = true;
+        continue;
+      }
+      const Values encoding = mode == Mode::shared ? shared : encode(tokens[i].position);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        acc_t values[kVector<T>];
+#pragma unroll
+        for (int c = 0; c < kVector<T>; ++c)
+          values[c] = epilogue<source, kEncoded>(to_acc(base[i][v].element[c]), encoding.of[v][c], tokens[i].scale);
+        store_vector(static_cast<T*>(params.out) + tokens[i].out + column[v], values);
       }
     }
+    return slow;
   }
 
-  __device__ __forceinline__ void walk(int64_t lane, int64_t first, int64_t last) const {
-    uint32_t notes = 0;
-    if constexpr (mode == Mode::shared) {
-      walk_shared(lane, first, last, notes);
-    } else {
-      walk_tokens(lane, first, last, notes);
+  // Out-of-range ids have their NaN already and are recorded here. Far positions are written here, by the general
+  // formulas and one column at a time, because for a whole vector those would be most of the kernel.
+  __device__ __forceinline__ void fixup(int64_t t, const ErrorSink& errors) const {
+    for (int64_t b = first_row(); b < params.tokens.batch; b += row_step()) {
+      const auto token = token_of<source, acc_t>(params, b, t);
+      if (!token.in_range && unit == 0) record_id(params, b, t, errors);
+      if (!is_far(token.position)) continue;
+#pragma unroll 1
+      for (int64_t k = unit * kPairs; k < (unit + 1) * kPairs; ++k)
+        store_pair<T, source>(params, token, k,
+                              encoding_of_pair<acc_t>(params.encoding.frequencies, precision, token.position, k));
     }
-    if (notes == 0) return;
-    walk_again(lane, first, last);
-    if (source == Source::gathered && first_pair == 0) report_bad_ids(args, lane, first, last);
   }
 };
 
-template <class T, Source source, Columns columns, Mode mode>
-__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks) forward_vectors(const ForwardArgs args) {
-  for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < args.units;
+template <class T, Source source, Arrangement arrangement, Mode mode>
+__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
+    forward_vectors(const ForwardParams params, const ForwardLaunch launch) {
+  using Thread = VectorColumns<T, source, arrangement, mode>;
+  constexpr int kRows = kRowsInFlight<T, arrangement, mode>;
+  const int64_t batch = params.tokens.batch, step = row_step();
+  for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
        unit += int64_t{gridDim.y} * blockDim.x) {
-    const UnitWalk<T, source, columns, mode> work(args, unit);
-    for (int64_t first = (blockIdx.z * int64_t{blockDim.z} + threadIdx.z) * args.chunk; first < args.steps;
-         first += int64_t{gridDim.z} * blockDim.z * args.chunk) {
-      const int64_t last = first + args.chunk < args.steps ? first + args.chunk : args.steps;
-      for (int64_t lane = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; lane < args.lanes;
-           lane += int64_t{gridDim.x} * blockDim.y)
-        work.walk(lane, first, last);
+    const Thread columns(params, unit);
+    for (int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; t < params.tokens.seq;
+         t += int64_t{gridDim.x} * blockDim.y) {
+      typename Thread::Values shared;
+      bool slow = false;
+      if constexpr (mode == Mode::shared && Thread::kEncoded) {
+        const int64_t position = position_of(params, 0, t);
+        slow = columns.is_far(position);
+        shared = columns.encode(position);
+      }
+      if (!slow) {
+        int64_t b = first_row();
+        for (; b + (kRows - 1) * step < batch; b += kRows * step)
+          slow |= columns.template write<kRows>(b, step, t, shared);
+        for (; kRows > 1 && b < batch; b += step) slow |= columns.template write<1>(b, step, t, shared);
+      }
+      if (slow) columns.fixup(t, launch.errors);
     }
   }
 }

@@ -1,12 +1,33 @@
-// The forward pass on a GPU.
+// The forward pass: which kernel a call gets, and how it is cut up.
 #pragma once
 
 #include "../params.h"
-#include "launch.h"
+#include "backend.h"
 
 namespace posenc::cuda {
 
-// Pointers of `params` are device pointers; frequencies too. Only queues work on the stream.
-void forward(const ForwardParams& params, const Launch& launch);
+// What one thread of forward_vectors owns of a row.
+enum class Arrangement {
+  interleaved,  // one vector: sine, cosine, sine, ... or cosine, sine, ...
+  halves,       // a vector of sines and the vector of their cosines
+  none,         // one vector without an encoding
+};
+
+// When a thread makes the encoding.
+enum class Mode {
+  shared,               // once for all rows of the batch
+  per_token_exact,      // fp64: in either precision
+  per_token_reference,  // not of fp64
+};
+
+struct KernelVariant {
+  bool vectors = false;
+  Arrangement arrangement = Arrangement::none;
+  Mode mode = Mode::shared;
+};
+
+// Compiled once for each element type, at the same time: see forward_kernels.cu.
+template <Dtype dtype>
+void launch_forward(const ForwardParams& params, const KernelVariant& variant, const Launch& launch);
 
 }  // namespace posenc::cuda

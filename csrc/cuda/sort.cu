@@ -4,7 +4,7 @@
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 
-#include "runtime_check.h"
+#include "runtime.h"
 
 namespace posenc::cuda {
 
@@ -19,15 +19,16 @@ size_t sort_bytes(int64_t count, int bits) {
 }
 
 void sort_pairs(void* temporary, size_t bytes, const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
-                int32_t* sorted_values, int64_t count, int bits, CUstream_st* stream) {
+                int32_t* sorted_values, int64_t count, int bits, void* stream) {
   check(cub::DeviceRadixSort::SortPairs(temporary, bytes, keys, sorted_keys, values, sorted_values,
-                                        static_cast<int>(count), 0, bits, stream),
+                                        static_cast<int>(count), 0, bits, static_cast<cudaStream_t>(stream)),
         "sorting the ids");
 }
 
-void running_sum(void* temporary, size_t bytes, int32_t* values, int64_t count, CUstream_st* stream) {
-  check(cub::DeviceScan::InclusiveSum(temporary, bytes, values, values, static_cast<int>(count), stream),
-        "numbering the runs");
+void running_sum(void* temporary, size_t bytes, int32_t* values, int64_t count, void* stream) {
+  check(cub::DeviceScan::InclusiveSum(temporary, bytes, values, values, static_cast<int>(count),
+                                      static_cast<cudaStream_t>(stream)),
+        "numbering the segments");
 }
 
 }  // namespace posenc::cuda

@@ -1,10 +1,9 @@
-// Sorting and scanning on a GPU: CUB behind plain functions, so that only sort.cu compiles it.
+// Sorting and scanning on a GPU: CUB behind plain functions, so that only sort.cu compiles it. A stream is a
+// cudaStream_t.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-
-struct CUstream_st;
 
 namespace posenc::cuda {
 
@@ -13,8 +12,8 @@ size_t sort_bytes(int64_t count, int bits);
 
 // Stable, on the lowest `bits` bits of the keys.
 void sort_pairs(void* temporary, size_t bytes, const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
-                int32_t* sorted_values, int64_t count, int bits, CUstream_st* stream);
+                int32_t* sorted_values, int64_t count, int bits, void* stream);
 
-void running_sum(void* temporary, size_t bytes, int32_t* values, int64_t count, CUstream_st* stream);
+void running_sum(void* temporary, size_t bytes, int32_t* values, int64_t count, void* stream);
 
 }  // namespace posenc::cuda

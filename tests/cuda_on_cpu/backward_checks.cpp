@@ -1,10 +1,9 @@
-// The weight gradient, dense and by runs.
+// The weight gradient, dense and by segments.
 #include <algorithm>
 #include <functional>
 #include <map>
 
 #include "checks.h"
-#include "cuda/backward.h"
 
 // There if this program was linked with ASan.
 extern "C" {
@@ -23,10 +22,10 @@ struct BackwardCase {
   int64_t tokens = 50, rows = 12, width = 16;
   int64_t padding_idx = -1;
   bool scale_by_frequency = false;
-  bool wide_ids = true;
+  bool int64_ids = true;
   int64_t grad_shift = 0, grad_gap = 0, column_stride = 1, out_shift = 0;
   bool expanded_tokens = false;  // stride 0
-  int64_t bad_ids = 0;
+  int64_t out_of_range = 0;      // at most so many ids
   int64_t resident_threads = 4096;
   uint64_t seed = 1;
 
@@ -34,23 +33,21 @@ struct BackwardCase {
 };
 
 std::string BackwardCase::text() const {
-  std::string result = std::string(name_of(dtype)) + " " + pattern;
   const std::pair<const char*, int64_t> numbers[] = {{"tokens", tokens},
                                                      {"rows", rows},
                                                      {"width", width},
                                                      {"padding", padding_idx},
                                                      {"by frequency", scale_by_frequency},
-                                                     {"wide ids", wide_ids},
+                                                     {"int64 ids", int64_ids},
                                                      {"grad shift", grad_shift},
                                                      {"grad gap", grad_gap},
                                                      {"column stride", column_stride},
                                                      {"out shift", out_shift},
                                                      {"expanded", expanded_tokens},
-                                                     {"bad ids", bad_ids},
+                                                     {"out of range", out_of_range},
                                                      {"resident", resident_threads},
                                                      {"seed", static_cast<int64_t>(seed)}};
-  for (const auto& [name, value] : numbers) result += std::string(", ") + name + " " + std::to_string(value);
-  return result;
+  return std::string(name_of(dtype)) + " " + pattern + text_of(numbers);
 }
 
 // ---- ids
@@ -72,8 +69,8 @@ std::vector<int64_t> half_hot_ids(const BackwardCase& what, Random& random) {
   return ids;
 }
 
-// Runs of the lengths around one, two and three pieces, in scattered order.
-std::vector<int64_t> piece_ids(const BackwardCase& what, Random& random) {
+// Segments of lengths around one, two and three chunks, in scattered order.
+std::vector<int64_t> chunk_ids(const BackwardCase& what, Random& random) {
   const int64_t lengths[] = {63, 64, 65, 1, 127, 128, 129, 2, 191, 193, 3, 64};
   std::vector<int64_t> ids;
   for (int64_t row = 0; static_cast<int64_t>(ids.size()) < what.tokens; ++row)
@@ -93,7 +90,7 @@ using Pattern = std::vector<int64_t> (*)(const BackwardCase&, Random&);
 const std::map<std::string, Pattern> kPatterns = {{"uniform", uniform_ids},
                                                   {"one hot", one_hot_ids},
                                                   {"half hot", half_hot_ids},
-                                                  {"pieces", piece_ids},
+                                                  {"chunks", chunk_ids},
                                                   {"distinct", distinct_ids}};
 
 // ---- one call
@@ -104,7 +101,7 @@ class BackwardTensors {
       : case_(what),
         random_(what.seed),
         ids_(some_ids()),
-        ids_tensor_(ids_, what.wide_ids),
+        ids_tensor_(ids_, what.int64_ids),
         grad_(what.dtype, extent()) {
     grad_.fill(random_);
     tokens.ids = ids_tensor_.view();
@@ -119,20 +116,20 @@ class BackwardTensors {
     params.rows = what.rows;
     params.scale_by_frequency = what.scale_by_frequency;
     params.token_scale = 5.656854249492381;
-    find_runs();
+    find_segments();
   }
 
   Elements new_out(int64_t rows) const { return Elements(case_.dtype, case_.out_shift + rows * case_.width); }
-  int64_t runs() const { return static_cast<int64_t>(run_rows.size()); }
-  Runs reference_runs(const std::vector<int64_t>& rows) const {
-    return {runs(), order_.data(), start_.data(), rows.data()};
+  int64_t segments() const { return static_cast<int64_t>(segment_rows.size()); }
+  Segments reference(const std::vector<int64_t>& rows) const {
+    return {segments(), order_.data(), start_.data(), rows.data()};
   }
-  int64_t first_bad_place() const { return first_bad_; }
+  int64_t first_out_of_range() const { return first_out_of_range_; }
   int64_t id(int64_t place) const { return ids_[place]; }
 
   GradientTokens tokens;
   BackwardParams params;
-  std::vector<int64_t> run_rows;
+  std::vector<int64_t> segment_rows;
 
  private:
   int64_t token_stride() const {
@@ -145,24 +142,24 @@ class BackwardTensors {
 
   std::vector<int64_t> some_ids() {
     std::vector<int64_t> ids = kPatterns.at(case_.pattern)(case_, random_);
-    const int64_t bad[] = {-1, case_.rows, INT32_MIN, INT32_MAX, (int64_t{1} << 32) + 2, INT64_MIN};
-    for (int64_t i = 0; i < case_.bad_ids; ++i)
-      ids[random_.below(case_.tokens)] = bad[random_.below(case_.wide_ids ? 6 : 4)];
+    const int64_t outside[] = {-1, case_.rows, INT32_MIN, INT32_MAX, (int64_t{1} << 32) + 2, INT64_MIN};
+    for (int64_t i = 0; i < case_.out_of_range; ++i)
+      ids[random_.below(case_.tokens)] = outside[random_.below(case_.int64_ids ? 6 : 4)];
     return ids;
   }
 
-  bool good(int64_t id) const { return id >= 0 && id < case_.rows; }
+  bool in_range(int64_t id) const { return id >= 0 && id < case_.rows; }
 
-  void find_runs() {
+  void find_segments() {
     for (int64_t token = 0; token < case_.tokens; ++token) {
-      if (!good(ids_[token]) && first_bad_ < 0) first_bad_ = token;
-      if (good(ids_[token]) && ids_[token] != case_.padding_idx) order_.push_back(token);
+      if (!in_range(ids_[token]) && first_out_of_range_ < 0) first_out_of_range_ = token;
+      if (in_range(ids_[token]) && ids_[token] != case_.padding_idx) order_.push_back(token);
     }
     std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return ids_[a] < ids_[b]; });
     for (size_t i = 0; i < order_.size(); ++i) {
       if (i != 0 && ids_[order_[i]] == ids_[order_[i - 1]]) continue;
       start_.push_back(static_cast<int64_t>(i));
-      run_rows.push_back(ids_[order_[i]]);
+      segment_rows.push_back(ids_[order_[i]]);
     }
     start_.push_back(static_cast<int64_t>(order_.size()));
   }
@@ -173,7 +170,7 @@ class BackwardTensors {
   IntegerTensor ids_tensor_;
   Elements grad_;
   std::vector<int64_t> order_, start_;
-  int64_t first_bad_ = -1;
+  int64_t first_out_of_range_ = -1;
 };
 
 // The scratch memory of a call. What lies between its parts is out of bounds, but between `begin` and `end`, which are
@@ -201,8 +198,8 @@ class Scratch {
   static constexpr int64_t kAlignment = 256;         // of what torch allocates, and more
 
   std::vector<Part> parts(const BackwardTensors& tensors, bool sparse) const {
-    const int64_t count = tensors.tokens.count, runs = sparse ? count : tensors.tokens.rows;
-    const int64_t real = tensors.params.dtype == Dtype::float64 ? 8 : 4;
+    const int64_t count = tensors.tokens.count, segments = sparse ? count : tensors.tokens.rows;
+    const int64_t sum_bytes = tensors.params.dtype == Dtype::float64 ? 8 : 4;
     std::vector<Part> result;
     const auto add = [&](const void* first, const void* last, int64_t bytes) {
       if (bytes > 0) result.emplace_back(static_cast<const char*>(first), static_cast<const char*>(last) + bytes);
@@ -210,9 +207,9 @@ class Scratch {
     for (const void* part : {static_cast<const void*>(layout.keys), static_cast<const void*>(layout.sorted_keys),
                              static_cast<const void*>(layout.tokens), static_cast<const void*>(layout.order)})
       add(part, part, 4 * count);
-    add(layout.begin, layout.end, 4 * runs);
-    if (sparse) add(layout.head_counts, layout.head_counts, 4 * count);
-    add(layout.partial, layout.partial, (count / kSumPiece + 1) * tensors.params.width * real);
+    add(layout.begin, layout.end, 4 * segments);
+    if (sparse) add(layout.segment_counts, layout.segment_counts, 4 * count);
+    add(layout.partials, layout.partials, (count / kSumChunk + 1) * tensors.params.width * sum_bytes);
     add(layout.temporary, layout.temporary, static_cast<int64_t>(layout.temporary_bytes));
     return result;
   }
@@ -236,19 +233,19 @@ class Scratch {
 };
 
 void expect_record(const BackwardCase& what, const BackwardTensors& tensors, const Device& device) {
-  const int64_t first = tensors.first_bad_place();
+  const int64_t first = tensors.first_out_of_range();
   expect(first < 0 ? device.recorded_nothing() : device.recorded(first, tensors.id(first), what.rows),
-         what.text() + ": the record of bad ids");
+         what.text() + ": the record of out-of-range ids");
 }
 
 void check_dense(const BackwardCase& what) {
   BackwardTensors tensors(what);
   Elements expected = tensors.new_out(what.rows), got = tensors.new_out(what.rows);
   BackwardParams params = tensors.params;
-  params.runs = tensors.reference_runs(tensors.run_rows);
+  params.segments = tensors.reference(tensors.segment_rows);
   params.out = expected.at(what.out_shift);
   cpu::backward(params, run_serially);
-  params.runs = {};
+  params.segments = {};
   params.out = got.at(what.out_shift);
   const Scratch scratch(tensors, false);
   const Device device(what.resident_threads, 9);
@@ -260,26 +257,26 @@ void check_dense(const BackwardCase& what) {
 
 void check_sparse(const BackwardCase& what) {
   BackwardTensors tensors(what);
-  const int64_t runs = tensors.runs();
-  std::vector<int64_t> numbers(runs);
-  for (int64_t i = 0; i < runs; ++i) numbers[i] = i;
-  Elements expected = tensors.new_out(runs), got = tensors.new_out(runs);
+  const int64_t segments = tensors.segments();
+  std::vector<int64_t> numbers(segments);
+  for (int64_t i = 0; i < segments; ++i) numbers[i] = i;
+  Elements expected = tensors.new_out(segments), got = tensors.new_out(segments);
   BackwardParams params = tensors.params;
-  params.rows = runs;
-  params.runs = tensors.reference_runs(numbers);
+  params.rows = segments;
+  params.segments = tensors.reference(numbers);
   params.out = expected.at(what.out_shift);
   cpu::backward(params, run_serially);
-  params.runs = {};
+  params.segments = {};
   params.out = got.at(what.out_shift);
   const Scratch scratch(tensors, true);
   const Device device(what.resident_threads, 9);
-  cuda::number_runs(tensors.tokens, scratch.layout, device.launch);
-  const int64_t counted = what.tokens == 0 ? 0 : scratch.layout.head_counts[what.tokens - 1];
-  expect(counted == runs, what.text() + ", sparse: number of runs " + std::to_string(counted));
-  if (counted != runs) return;
-  Buffer<int64_t> rows(runs);
-  cuda::backward_of_runs(tensors.tokens, params, scratch.layout, rows.data(), device.launch);
-  expect(std::equal(rows.data(), rows.data() + runs, tensors.run_rows.begin()), what.text() + ", sparse: rows");
+  cuda::number_segments(tensors.tokens, scratch.layout, device.launch);
+  const int64_t counted = what.tokens == 0 ? 0 : scratch.layout.segment_counts[what.tokens - 1];
+  expect(counted == segments, what.text() + ", sparse: number of segments " + std::to_string(counted));
+  if (counted != segments) return;
+  Buffer<int64_t> rows(segments);
+  cuda::backward_of_segments(tensors.tokens, params, scratch.layout, rows.data(), device.launch);
+  expect(std::equal(rows.data(), rows.data() + segments, tensors.segment_rows.begin()), what.text() + ", sparse: rows");
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", sparse: element " + std::to_string(at) + " differs");
   expect_record(what, tensors, device);
@@ -291,12 +288,6 @@ void check_both(const BackwardCase& what) {
 }
 
 // ---- groups
-
-constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float64, Dtype::float16};
-
-std::vector<Dtype> dtypes(const Options& options) {
-  return {std::begin(kDtypes), std::begin(kDtypes) + (options.few ? 2 : 4)};
-}
 
 void check_patterns(const Options& options) {
   for (const Dtype dtype : dtypes(options))
@@ -316,8 +307,8 @@ void check_patterns(const Options& options) {
 
 void check_views(const Options& options) {
   for (const Dtype dtype : dtypes(options)) {
-    const int64_t vector = 16 / size_of(dtype);
-    BackwardCase plain{dtype, "pieces", 200};
+    const int64_t vector = 16 / element_size(dtype);
+    BackwardCase plain{dtype, "chunks", 200};
     plain.width = 16;
     const auto check_with = [&](const auto& change) {
       BackwardCase what = plain;
@@ -333,7 +324,7 @@ void check_views(const Options& options) {
     check_with([](BackwardCase& c) { c.expanded_tokens = true; });
     check_with([](BackwardCase& c) { c.expanded_tokens = true, c.column_stride = 0; });
     check_with([](BackwardCase& c) { c.expanded_tokens = true, c.width = 7; });
-    check_with([](BackwardCase& c) { c.wide_ids = false; });
+    check_with([](BackwardCase& c) { c.int64_ids = false; });
   }
 }
 
@@ -349,7 +340,7 @@ void check_widths(const Options& options) {
     }
 }
 
-// Several blocks of rows and of pieces, of which TSan sees whether they keep to their own.
+// Several blocks of rows and of chunks, of which TSan sees whether they keep to their own.
 void check_several_blocks(const Options& options) {
   for (const Dtype dtype : dtypes(options))
     for (const bool one_hot : {false, true})
@@ -381,26 +372,26 @@ void check_grid_strides(const Options& options) {
   many_rounds.width = 4;
   many_rounds.resident_threads = 1;
   check_both(many_rounds);
-  many_rounds.wide_ids = false;
+  many_rounds.int64_ids = false;
   check_both(many_rounds);
 }
 
-void check_bad_ids(const Options& options) {
+void check_out_of_range(const Options& options) {
   Random random(31);
   for (const Dtype dtype : dtypes(options))
     for (const auto& [pattern, make] : kPatterns)
-      for (const bool wide : {true, false}) {
+      for (const bool is_int64 : {true, false}) {
         BackwardCase what{dtype, pattern, 150};
-        what.wide_ids = wide;
-        what.bad_ids = 1 + random.below(5);
+        what.int64_ids = is_int64;
+        what.out_of_range = 1 + random.below(5);
         what.padding_idx = random.below(3) - 1;
         what.seed = random.bits();
         check_both(what);
       }
-  BackwardCase all_bad;
-  all_bad.tokens = 4;
-  all_bad.bad_ids = 200;
-  check_both(all_bad);
+  BackwardCase all_outside;
+  all_outside.tokens = 4;
+  all_outside.out_of_range = 200;
+  check_both(all_outside);
 }
 
 void check_small_calls(const Options& options) {
@@ -424,19 +415,19 @@ void check_mixtures(const Options& options) {
     const auto one_in = [&](int64_t n) { return random.below(n) == 0; };
     auto pattern = kPatterns.begin();
     std::advance(pattern, random.below(static_cast<int64_t>(kPatterns.size())));
-    BackwardCase what{kDtypes[random.below(options.few ? 2 : 4)], pattern->first,
+    BackwardCase what{dtypes(options)[random.below(options.few ? 2 : 4)], pattern->first,
                       1 + random.below(options.few ? 140 : 500)};
     what.rows = 1 + random.below(one_in(3) ? 200 : 9);
     what.width = one_in(2) ? 8 * (1 + random.below(6)) : 1 + random.below(50);
     what.padding_idx = one_in(3) ? random.below(what.rows) : -1;
     what.scale_by_frequency = one_in(3);
-    what.wide_ids = one_in(2);
+    what.int64_ids = one_in(2);
     if (one_in(5)) what.grad_shift = 1 + random.below(8);
     if (one_in(5)) what.out_shift = 1 + random.below(8);
     if (one_in(4)) what.grad_gap = random.below(17);
     if (one_in(8)) what.column_stride = random.below(3);
     if (one_in(8)) what.expanded_tokens = true;
-    if (one_in(6)) what.bad_ids = 1 + random.below(4);
+    if (one_in(6)) what.out_of_range = 1 + random.below(4);
     what.resident_threads = int64_t{1} << random.below(14);
     what.seed = random.bits();
     check_both(what);
@@ -451,7 +442,7 @@ void check_backward(const Options& options) {
   if (begin_group(options, "backward: widths")) check_widths(options);
   if (begin_group(options, "backward: several blocks")) check_several_blocks(options);
   if (begin_group(options, "backward: grid strides")) check_grid_strides(options);
-  if (begin_group(options, "backward: bad ids")) check_bad_ids(options);
+  if (begin_group(options, "backward: out of range")) check_out_of_range(options);
   if (begin_group(options, "backward: small calls")) check_small_calls(options);
   if (begin_group(options, "backward: mixtures")) check_mixtures(options);
 }

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import ptx_to_cpp
 
@@ -25,7 +25,10 @@ HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
 
 # Of csrc/cuda: what calls the CUDA runtime or CUB.
-NOT_KERNELS = {"backend.cu", "device.cu", "sort.cu"}
+NOT_KERNELS = {"runtime.cu", "sort.cu"}
+# Compiled once for each element type.
+FORWARD_KERNELS = "forward_kernels.cu"
+ELEMENT_TYPES = ("float32", "bfloat16", "float64", "float16")
 
 SANITIZERS = {
     "plain": [],
@@ -83,8 +86,26 @@ def fma_flags() -> tuple[str, ...]:
     return ("-mfma",) if cpu.exists() and re.search(r"^flags.*\bfma\b", cpu.read_text(), re.M) else ()
 
 
-def kernel_sources(csrc: Path = CSRC) -> list[Path]:
-    return sorted(path for path in (csrc / "cuda").glob("*.cu") if path.name not in NOT_KERNELS)
+class Unit(NamedTuple):
+    """A source of the kernels, and the element type it is compiled for, if it is compiled once for each."""
+
+    path: Path
+    dtype: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.stem}_{self.dtype}" if self.dtype else self.path.stem
+
+    @property
+    def flags(self) -> list[str]:
+        return [f"-DPOSENC_DTYPE={self.dtype}"] if self.dtype else []
+
+
+def kernel_units(csrc: Path = CSRC, dtypes: Sequence[str] = ELEMENT_TYPES) -> list[Unit]:
+    """The slowest first."""
+    sources = sorted(path for path in (csrc / "cuda").glob("*.cu") if path.name not in NOT_KERNELS)
+    forward = [Unit(path, dtype) for path in sources if path.name == FORWARD_KERNELS for dtype in dtypes]
+    return forward + [Unit(path) for path in sources if path.name != FORWARD_KERNELS]
 
 
 class Builder:
@@ -136,7 +157,7 @@ class Builder:
 
     def host_objects(self) -> list[futures.Future[Path]]:
         """The checks and the CPU backend they compare with."""
-        reference = [*sorted((CSRC / "cpu").glob("*.cpp")), CSRC / "frequency.cpp", CSRC / "segments.cpp"]
+        reference = [*sorted((CSRC / "cpu").rglob("*.cpp")), CSRC / "frequency.cpp", CSRC / "segments.cpp"]
         checks = [
             HERE / name for name in ("checks.cpp", "forward_checks.cpp", "backward_checks.cpp", "sort_on_cpu.cpp")
         ]
@@ -146,25 +167,26 @@ class Builder:
 
     # -- kernels from their source
 
-    def shim_object(self, source: Path, mode: str, csrc: Path = CSRC, from_ptx: bool = False) -> Any:
+    def shim_object(self, unit: Unit, mode: str, csrc: Path = CSRC, from_ptx: bool = False) -> Any:
         include = [f"-I{HERE}", f"-I{csrc}", "-isystem", cuda_include()]
         only_declared = ["-DPOSENC_KERNELS_FROM_PTX"] if from_ptx else []
-        return self.object(source, [*SHIM_FLAGS, *fma_flags(), *SANITIZERS[mode], *only_declared, *include])
+        flags = [*SHIM_FLAGS, *fma_flags(), *SANITIZERS[mode], *only_declared, *unit.flags, *include]
+        return self.object(unit.path, flags)
 
-    def kernels_from_source(self, mode: str, sources: Sequence[Path] | None = None) -> list[Any]:
-        return [self.shim_object(source, mode) for source in sources or kernel_sources()]
+    def kernels_from_source(self, mode: str, units: Sequence[Unit] | None = None) -> list[Any]:
+        return [self.shim_object(unit, mode) for unit in units or kernel_units()]
 
     # -- kernels from PTX
 
-    def ptx(self, source: Path, arch: int, csrc: Path = CSRC) -> futures.Future[Path]:
-        target = self.folder / f"{source.stem}-{arch}.ptx"
+    def ptx(self, unit: Unit, arch: int) -> futures.Future[Path]:
+        target = self.folder / f"{unit.name}-{arch}.ptx"
 
         def make() -> Path:
-            compile_or_raise([nvcc() or "nvcc", *NVCC_FLAGS, f"-arch=compute_{arch}", f"-I{csrc}", f"-I{HERE}", source,
-                              "-o", target])  # fmt: skip
+            compile_or_raise([nvcc() or "nvcc", *NVCC_FLAGS, f"-arch=compute_{arch}", f"-I{CSRC}", f"-I{HERE}",
+                              *unit.flags, unit.path, "-o", target])  # fmt: skip
             return target
 
-        return self.later(f"ptx {source} {arch}", make)
+        return self.later(f"ptx {unit.name} {arch}", make)
 
     def translated_objects(self, ptx: str, name: str) -> list[futures.Future[Path]]:
         """The kernels of a file, a few to an object; like text gives one object, whatever it was compiled for."""
@@ -180,12 +202,12 @@ class Builder:
 
     def kernels_from_ptx(self, arch: int, mode: str) -> list[Any]:
         """The launchers, the runtime and the translated kernels."""
-        sources = kernel_sources()
-        launchers = [self.shim_object(source, mode, from_ptx=True) for source in sources]
-        runtime = self.shim_object(HERE / "ptx_runtime.cpp", mode)
-        texts = [self.ptx(source, arch) for source in sources]
-        translated = [part for source, text in zip(sources, texts, strict=True)
-                      for part in self.translated_objects(text.result().read_text(), source.stem)]  # fmt: skip
+        units = kernel_units()
+        launchers = [self.shim_object(unit, mode, from_ptx=True) for unit in units]
+        runtime = self.shim_object(Unit(HERE / "ptx_runtime.cpp"), mode)
+        texts = [self.ptx(unit, arch) for unit in units]
+        translated = [part for unit, text in zip(units, texts, strict=True)
+                      for part in self.translated_objects(text.result().read_text(), unit.name)]  # fmt: skip
         return [*launchers, runtime, *translated]
 
     # -- programs
@@ -207,11 +229,11 @@ class Builder:
         return self.link(f"ptx-{arch}-{mode}", [*self.kernels_from_ptx(arch, mode), *self.host_objects()], mode)
 
     def sample_objects(self, mode: str, arch: int | None = None) -> list[Any]:
-        kernels = HERE / "sample_kernels.cu"
-        checks = self.shim_object(HERE / "sample_checks.cpp", mode, from_ptx=True)
+        kernels = Unit(HERE / "sample_kernels.cu")
+        checks = self.shim_object(Unit(HERE / "sample_checks.cpp"), mode, from_ptx=True)
         if arch is None:
             return [checks, self.shim_object(kernels, mode)]
-        runtime = self.shim_object(HERE / "ptx_runtime.cpp", mode)
+        runtime = self.shim_object(Unit(HERE / "ptx_runtime.cpp"), mode)
         return [checks, runtime, *self.translated_objects(self.ptx(kernels, arch).result().read_text(), "samples")]
 
     def sample_program(self, mode: str, arch: int | None = None) -> Path:

@@ -41,6 +41,12 @@ void expect(bool passed, const std::string& what) {
   if (stop_at_failure) std::exit(1);
 }
 
+std::string text_of(std::span<const std::pair<const char*, int64_t>> numbers) {
+  std::string result;
+  for (const auto& [name, value] : numbers) result += std::string(", ") + name + " " + std::to_string(value);
+  return result;
+}
+
 int failed_checks() { return failures; }
 int64_t run_checks() { return count_of_checks; }
 
@@ -56,6 +62,12 @@ const char* name_of(posenc::Dtype dtype) {
   return names[static_cast<int64_t>(dtype)];
 }
 
+std::vector<posenc::Dtype> dtypes(const Options& options) {
+  using posenc::Dtype;
+  if (options.few) return {Dtype::float32, Dtype::bfloat16};
+  return {Dtype::float32, Dtype::bfloat16, Dtype::float64, Dtype::float16};
+}
+
 void Elements::fill(Random& random) {
   for (int64_t i = 0; i < count(); ++i) {
     const double value = (random.uniform() * 2 + 0.25) * (random.bits() & 1 ? 1 : -1);
@@ -64,20 +76,20 @@ void Elements::fill(Random& random) {
     const void* const from = dtype_ == posenc::Dtype::float64   ? static_cast<const void*>(&value)
                              : dtype_ == posenc::Dtype::float32 ? static_cast<const void*>(&narrow)
                                                                 : &half;
-    std::memcpy(at(i), from, size_of(dtype_));
+    std::memcpy(at(i), from, posenc::element_size(dtype_));
   }
 }
 
 void Elements::fill_with_any(Random& random) {
   for (int64_t i = 0; i < count(); ++i) {
     const uint64_t bits = random.bits();
-    std::memcpy(at(i), &bits, size_of(dtype_));
+    std::memcpy(at(i), &bits, posenc::element_size(dtype_));
   }
 }
 
 bool Elements::is_nan(int64_t element) const {
   uint64_t bits = 0;
-  std::memcpy(&bits, byte(element), size_of(dtype_));
+  std::memcpy(&bits, byte(element), posenc::element_size(dtype_));
   switch (dtype_) {
     case posenc::Dtype::float32: return (bits & 0x7FFFFFFFu) > 0x7F800000u;
     case posenc::Dtype::float64: return (bits & 0x7FFFFFFFFFFFFFFFu) > 0x7FF0000000000000u;
@@ -89,22 +101,23 @@ bool Elements::is_nan(int64_t element) const {
 
 int64_t Elements::first_difference(const Elements& other) const {
   for (int64_t i = 0; i < count(); ++i)
-    if (std::memcmp(byte(i), other.byte(i), size_of(dtype_)) != 0 && !(is_nan(i) && other.is_nan(i))) return i;
+    if (std::memcmp(byte(i), other.byte(i), posenc::element_size(dtype_)) != 0 && !(is_nan(i) && other.is_nan(i)))
+      return i;
   return -1;
 }
 
-IntegerTensor::IntegerTensor(const std::vector<int64_t>& values, bool wide)
-    : wide_(wide),
-      narrow_values_(wide ? 0 : static_cast<int64_t>(values.size())),
-      wide_values_(wide ? static_cast<int64_t>(values.size()) : 0) {
+IntegerTensor::IntegerTensor(const std::vector<int64_t>& values, bool is_int64)
+    : is_int64_(is_int64),
+      int32_values_(is_int64 ? 0 : static_cast<int64_t>(values.size())),
+      int64_values_(is_int64 ? static_cast<int64_t>(values.size()) : 0) {
   for (size_t i = 0; i < values.size(); ++i) {
-    if (wide) wide_values_[i] = values[i];
-    else narrow_values_[i] = static_cast<int32_t>(values[i]);
+    if (is_int64) int64_values_[i] = values[i];
+    else int32_values_[i] = static_cast<int32_t>(values[i]);
   }
 }
 
 posenc::Integers IntegerTensor::view() const {
-  return {wide_ ? static_cast<const void*>(wide_values_.data()) : narrow_values_.data(), wide_};
+  return {is_int64_ ? static_cast<const void*>(int64_values_.data()) : int32_values_.data(), is_int64_};
 }
 
 void run_serially(int64_t begin, int64_t end, int64_t, posenc::ParallelBody body, void* context) {
@@ -112,21 +125,19 @@ void run_serially(int64_t begin, int64_t end, int64_t, posenc::ParallelBody body
 }
 
 Device::Device(int64_t resident_threads, uint64_t call) {
-  bad_id[0] = {};
+  record[0] = {};
   found[0] = 0;
   launch.resident_threads = resident_threads;
-  launch.call = call;
-  launch.bad_id = bad_id.data();
-  launch.bad_id_found = found.data();
+  launch.errors = {record.data(), found.data(), call};
 }
 
-bool Device::recorded(int64_t place, int64_t id, int64_t rows) const {
-  const posenc::cuda::BadId& bad = bad_id[0];
-  return found[0] == 1 && bad.locked == 0 && bad.found == 1 && bad.call == launch.call && bad.place == place &&
-         bad.id == id && bad.rows == rows;
+bool Device::recorded(int64_t place, int64_t index, int64_t rows) const {
+  const posenc::cuda::OutOfRange& error = record[0];
+  return found[0] == 1 && error.locked == 0 && error.found == 1 && error.call == launch.errors.call &&
+         error.place == place && error.index == index && error.rows == rows;
 }
 
-bool Device::recorded_nothing() const { return found[0] == 0 && bad_id[0].found == 0 && bad_id[0].locked == 0; }
+bool Device::recorded_nothing() const { return found[0] == 0 && record[0].found == 0 && record[0].locked == 0; }
 
 }  // namespace checks
 

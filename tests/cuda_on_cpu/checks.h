@@ -4,13 +4,14 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "buffer.h"
-#include "cpu/backend.h"
-#include "cuda/launch.h"
-#include "params.h"
+#include "cpu/dispatch.h"
+#include "cuda/backend.h"
 
 namespace checks {
 
@@ -23,6 +24,9 @@ struct Options {
 void check_forward(const Options& options);
 void check_backward(const Options& options);
 
+// The numbers that describe a case, with their names.
+std::string text_of(std::span<const std::pair<const char*, int64_t>> numbers);
+
 // Counts a check, and says what was checked if it failed.
 void expect(bool passed, const std::string& what);
 int failed_checks();
@@ -31,29 +35,27 @@ int64_t run_checks();
 // Begins a group of checks; false if it is not wanted.
 bool begin_group(const Options& options, const std::string& name);
 
-inline int64_t size_of(posenc::Dtype dtype) {
-  return dtype == posenc::Dtype::float64 ? 8 : dtype == posenc::Dtype::float32 ? 4 : 2;
-}
-
 const char* name_of(posenc::Dtype dtype);
+
+std::vector<posenc::Dtype> dtypes(const Options& options);
 
 // A tensor's memory, exactly as many elements as asked for, all NaN.
 class Elements {
  public:
-  Elements(posenc::Dtype dtype, int64_t count) : dtype_(dtype), bytes_(count * size_of(dtype)) {}
+  Elements(posenc::Dtype dtype, int64_t count) : dtype_(dtype), bytes_(count * posenc::element_size(dtype)) {}
 
   // Numbers of either sign around 1, all finite.
   void fill(Random& random);
   // Any bits: NaN, infinities, subnormal numbers.
   void fill_with_any(Random& random);
-  void* at(int64_t element) { return bytes_.data() + element * size_of(dtype_); }
-  int64_t count() const { return bytes_.size() / size_of(dtype_); }
+  void* at(int64_t element) { return bytes_.data() + element * posenc::element_size(dtype_); }
+  int64_t count() const { return bytes_.size() / posenc::element_size(dtype_); }
   bool is_nan(int64_t element) const;
   // The first element that differs, where two NaN are equal; -1 if there is none.
   int64_t first_difference(const Elements& other) const;
 
  private:
-  const unsigned char* byte(int64_t element) const { return bytes_.data() + element * size_of(dtype_); }
+  const unsigned char* byte(int64_t element) const { return bytes_.data() + element * posenc::element_size(dtype_); }
 
   posenc::Dtype dtype_;
   Buffer<unsigned char> bytes_;
@@ -62,26 +64,26 @@ class Elements {
 // int32 or int64 numbers.
 class IntegerTensor {
  public:
-  IntegerTensor(const std::vector<int64_t>& values, bool wide);
+  IntegerTensor(const std::vector<int64_t>& values, bool is_int64);
   posenc::Integers view() const;
 
  private:
-  bool wide_;
-  Buffer<int32_t> narrow_values_;
-  Buffer<int64_t> wide_values_;
+  bool is_int64_;
+  Buffer<int32_t> int32_values_;
+  Buffer<int64_t> int64_values_;
 };
 
 void run_serially(int64_t begin, int64_t end, int64_t grain, posenc::ParallelBody body, void* context);
 
-// A launch with its own place for a bad id.
+// A launch with its own record of out-of-range ids.
 struct Device {
-  Buffer<posenc::cuda::BadId> bad_id{1};
+  Buffer<posenc::cuda::OutOfRange> record{1};
   Buffer<uint32_t> found{1};
   posenc::cuda::Launch launch;
 
   explicit Device(int64_t resident_threads, uint64_t call = 1);
-  // Whether exactly this was written down.
-  bool recorded(int64_t place, int64_t id, int64_t rows) const;
+  // Whether exactly this was recorded.
+  bool recorded(int64_t place, int64_t index, int64_t rows) const;
   bool recorded_nothing() const;
 };
 

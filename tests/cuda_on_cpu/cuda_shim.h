@@ -42,9 +42,9 @@
 // Every block must get fresh memory, which a plain variable cannot give; POSENC_SHARED can.
 #define __shared__ static_assert(false, "under cuda_shim.h, shared memory is declared with POSENC_SHARED")
 
-#define POSENC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  cuda_on_cpu::launch(                                                \
-      #kernel, [](const auto&... arguments) { kernel(arguments...); }, grid, block, shared_bytes, stream, __VA_ARGS__)
+#define POSENC_LAUNCH(kernel, grid, block, stream, ...) \
+  cuda_on_cpu::launch(                                  \
+      #kernel, [&](const auto&... arguments) { (kernel)(arguments...); }, grid, block, stream, __VA_ARGS__)
 
 #define POSENC_SHARED(T, name, count) \
   static char name##_key;             \
@@ -411,14 +411,13 @@ CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
   block_memory = nullptr;
 }
 
-CUDA_ON_CPU_UNSEEN inline void check_limits(size_t shared_bytes) {
+CUDA_ON_CPU_UNSEEN inline void check_limits() {
   const dim3 &grid = active.grid, &block = active.block;
   if (block.x == 0 || block.y == 0 || block.z == 0 || block.x > 1024 || block.y > 1024 || block.z > 64 ||
       uint64_t{block.x} * block.y * block.z > kMaxBlockThreads)
     fail("the block has no threads, or more than a block can have");
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) fail("the grid has no blocks");
   if (grid.x > 0x7FFFFFFFu || grid.y > 65535 || grid.z > 65535) fail("the grid has more blocks than an axis can have");
-  if (shared_bytes != 0) fail("dynamic shared memory is not modelled");
   if (uint64_t{grid.x} * grid.y * grid.z * active.threads() > kMaxLaunchThreads)
     fail("more threads in a launch than TSan can tell apart");
 }
@@ -456,8 +455,8 @@ struct Extent {
 
 // `kernel` is a function object that calls the kernel, so that overloads are chosen by the arguments, as nvcc does it.
 template <class Kernel, class... Arguments>
-void launch(const char* name, const Kernel& kernel, const Extent& grid, const Extent& block, size_t shared_bytes,
-            cudaStream_t, const Arguments&... arguments) {
+void launch(const char* name, const Kernel& kernel, const Extent& grid, const Extent& block, void*,
+            const Arguments&... arguments) {
   static_assert((sizeof(Arguments) + ... + 0) <= 4096, "a kernel takes 4 KB of parameters");
   if (current) fail("a kernel launches a kernel");
   const auto call = [&] { kernel(arguments...); };
@@ -467,7 +466,7 @@ void launch(const char* name, const Kernel& kernel, const Extent& grid, const Ex
   active.block = block.value;
   active.run = [](const void* what) { (*static_cast<decltype(call)*>(what))(); };
   active.call = &call;
-  check_limits(shared_bytes);
+  check_limits();
   run_grid();
 }
 
@@ -633,22 +632,9 @@ template <class T>
 T __ldg(const T* from) {
   return *from;
 }
-template <class T>
-T __ldcs(const T* from) {
-  return *from;
-}
-template <class T>
-void __stcs(T* to, cuda_on_cpu::Same<T> value) {
-  *to = value;
-}
-
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
-}
-inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
-  for (int shift = 0; shift < 32; shift += 8) c += (a >> shift & 0xFF) * (b >> shift & 0xFF);
-  return c;
 }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }

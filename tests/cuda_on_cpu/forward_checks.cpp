@@ -1,4 +1,4 @@
-// The forward pass and the search for bad ids.
+// The forward pass and the bounds check.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -6,8 +6,6 @@
 #include <stdexcept>
 
 #include "checks.h"
-#include "cuda/check_ids.h"
-#include "cuda/forward.h"
 #include "frequency.h"
 
 namespace checks {
@@ -15,21 +13,33 @@ namespace {
 
 using namespace posenc;
 
-enum class Positions { running, shared, per_token };
+// The layouts of the project, one that only the kernels know (interleaved, cosines first), and no encoding.
+constexpr int64_t kCosineFirst = kLayoutCount, kNoEncoding = kLayoutCount + 1, kTestLayouts = kLayoutCount + 2;
+constexpr int64_t kInterleaved = 0, kCosSin = 2;
+
+Columns columns_of_case(int64_t layout, OddRule odd, int64_t width) {
+  Columns columns;
+  columns.width = width;
+  if (layout == kNoEncoding) return columns;
+  return columns_of(layout == kCosineFirst ? Layout{2, true} : kLayouts[layout], odd, width);
+}
+
+enum class Given { nothing, for_seq, for_tokens, for_rows };  // for_rows: added to the running index
 
 // One call, in the terms of its tensors.
 struct ForwardCase {
   Dtype dtype = Dtype::float32;
   Source source = Source::gathered;
-  LayoutKind kind = LayoutKind::interleaved;
+  int64_t layout = kInterleaved;
   OddRule odd = OddRule::sine;
   Divisor divisor = Divisor::d;
   Precision precision = Precision::exact;
-  int64_t outer = 3, seq = 5, inner = 1, width = 16;
-  Positions positions = Positions::running;
+  int64_t batch = 3, seq = 5, width = 16;
+  bool sequence_first = false;
+  Given given = Given::nothing;
   int64_t offset = 0;
   bool far_positions = true;  // some, among near ones
-  bool wide_ids = true, wide_positions = true;
+  bool int64_ids = true, int64_positions = true;
   int64_t rows = 11;
   int64_t base_shift = 0, out_shift = 0;  // first element of the view
   int64_t base_gap = 0, out_gap = 0;      // elements between rows
@@ -40,40 +50,44 @@ struct ForwardCase {
   int64_t resident_threads = 4096;
   uint64_t seed = 1;
 
-  int64_t tokens() const { return outer * seq * inner; }
+  int64_t tokens() const { return batch * seq; }
   std::string text() const;
 };
 
 std::string ForwardCase::text() const {
   const char* const sources[] = {"gathered", "dense", "none"};
-  const char* const kinds[] = {"interleaved", "sin_cos", "cos_sin", "no waves"};
-  const char* const places[] = {"running", "shared", "per token"};
-  std::string result = std::string(name_of(dtype)) + " " + sources[static_cast<int>(source)] + ", " +
-                       kinds[static_cast<int>(kind)] + ", odd rule " + std::to_string(static_cast<int>(odd)) +
-                       (precision == Precision::exact ? ", exact" : ", reference") + ", [" + std::to_string(outer) +
-                       ", " + std::to_string(seq) + ", " + std::to_string(inner) + "; " + std::to_string(width) +
-                       "], positions " + places[static_cast<int>(positions)] + " + " + std::to_string(offset);
-  const std::pair<const char*, int64_t> rest[] = {
+  const std::pair<const char*, int64_t> numbers[] = {
+      {"layout", layout},
+      {"odd rule", static_cast<int64_t>(odd)},
+      {"precision", static_cast<int64_t>(precision)},
+      {"batch", batch},
+      {"seq", seq},
+      {"width", width},
+      {"sequence first", sequence_first},
+      {"given", static_cast<int64_t>(given)},
+      {"offset", offset},
+      {"int64 ids", int64_ids},
+      {"int64 positions", int64_positions},
       {"base shift", base_shift},
       {"out shift", out_shift},
       {"base gap", base_gap},
       {"out gap", out_gap},
       {"column stride", column_stride},
+      {"expanded base", expanded_base},
+      {"any base", any_base},
       {"resident", resident_threads},
       {"token scale in hundredths", static_cast<int64_t>(token_scale * 100)},
       {"seed", static_cast<int64_t>(seed)}};
-  for (const auto& [name, value] : rest) result += std::string(", ") + name + " " + std::to_string(value);
-  return result + (wide_ids ? "" : ", int32 ids") + (wide_positions ? "" : ", int32 positions") +
-         (expanded_base ? ", expanded base" : "") + (any_base ? ", any base" : "");
+  return std::string(name_of(dtype)) + " " + sources[static_cast<int>(source)] + text_of(numbers);
 }
 
-// Near positions, and those where one way of making waves gives way to another.
-int64_t some_position(Random& random, bool wide, bool far) {
+// Near positions, and those where one way of making an encoding gives way to another.
+int64_t some_position(Random& random, bool is_int64, bool far) {
   const int64_t edges[] = {int64_t{1} << 18, int64_t{1} << 24, int64_t{1} << 31,
                            int64_t{1} << 32, int64_t{1} << 40, int64_t{1} << 62};
   int64_t position = random.below(5000);
-  if (far && random.below(2) == 0) position = edges[random.below(wide ? 6 : 2)] + random.below(9) - 4;
-  if (far && random.below(40) == 0) position = wide ? INT64_MAX : INT32_MAX;
+  if (far && random.below(2) == 0) position = edges[random.below(is_int64 ? 6 : 2)] + random.below(9) - 4;
+  if (far && random.below(40) == 0) position = is_int64 ? INT64_MAX : INT32_MAX;
   if (random.below(3) == 0) position = -position - random.below(2);
   return position;
 }
@@ -85,12 +99,12 @@ class ForwardTensors {
       : case_(what),
         random_(what.seed),
         base_(what.dtype, what.base_shift + base_rows() * base_row() - (base_rows() > 0 ? what.base_gap : 0)),
-        ids_(some_ids(), what.wide_ids),
-        positions_(some_positions(), what.wide_positions) {
+        ids_(some_ids(), what.int64_ids),
+        positions_(some_positions(), what.int64_positions) {
     if (what.any_base) base_.fill_with_any(random_);
     else base_.fill(random_);
-    set_waves();
-    params.grid = {what.outer, what.seq, what.inner};
+    set_encoding();
+    params.tokens = {what.batch, what.seq, order(1)};
     params.dtype = what.dtype;
     params.source = what.source;
     params.token_scale = what.token_scale;
@@ -101,9 +115,9 @@ class ForwardTensors {
       params.rows = what.rows;
       params.row_stride = base_row();
     }
-    if (what.source == Source::dense) params.base_strides = strides(base_row());
-    if (what.expanded_base) params.base_strides = {0, base_row(), 0};
-    params.out_strides = strides(out_row());
+    if (what.source == Source::dense) params.base_strides = view_strides(base_row());
+    if (what.expanded_base) params.base_strides = {0, base_row()};
+    params.out_strides = view_strides(out_row());
   }
 
   Elements new_out() const {
@@ -111,7 +125,7 @@ class ForwardTensors {
     return Elements(case_.dtype, count);
   }
   void set_ids(const std::vector<int64_t>& ids) {
-    ids_ = IntegerTensor(ids, case_.wide_ids);
+    ids_ = IntegerTensor(ids, case_.int64_ids);
     params.ids = ids_.view();
   }
   int64_t out_row() const { return case_.width + case_.out_gap; }
@@ -126,7 +140,16 @@ class ForwardTensors {
     return case_.source == Source::gathered ? case_.rows : case_.expanded_base ? case_.seq : case_.tokens();
   }
 
-  GridStrides strides(int64_t row) const { return {case_.seq * case_.inner * row, case_.inner * row, row}; }
+  TokenStrides order(int64_t row) const {
+    return case_.sequence_first ? TokenStrides{row, case_.batch * row} : TokenStrides{case_.seq * row, row};
+  }
+  // The stride of an axis with one entry means nothing.
+  TokenStrides view_strides(int64_t row) const {
+    TokenStrides strides = order(row);
+    if (case_.batch == 1) strides.batch = 12345;
+    if (case_.seq == 1) strides.seq = 12345;
+    return strides;
+  }
 
   std::vector<int64_t> some_ids() {
     std::vector<int64_t> ids(case_.source == Source::gathered ? case_.tokens() : 0);
@@ -136,28 +159,30 @@ class ForwardTensors {
   }
 
   std::vector<int64_t> some_positions() {
-    const int64_t count = case_.positions == Positions::running  ? 0
-                          : case_.positions == Positions::shared ? case_.seq
-                                                                 : case_.tokens();
+    const int64_t counts[] = {0, case_.seq, case_.tokens(), case_.batch};
+    const int64_t count = counts[static_cast<int>(case_.given)];
     std::vector<int64_t> positions(count);
-    for (int64_t& position : positions) position = some_position(random_, case_.wide_positions, case_.far_positions);
+    for (int64_t& position : positions) position = some_position(random_, case_.int64_positions, case_.far_positions);
     return positions;
   }
 
-  void set_waves() {
-    Waves& waves = params.waves;
-    waves.layout = Layout::make(case_.kind, case_.odd, case_.width);
-    waves.precision = case_.precision;
-    const int64_t width = case_.odd == OddRule::round_up ? case_.width + case_.width % 2 : case_.width;
-    const auto table = frequencies(10000.0, case_.divisor, width, waves.layout.pairs());
-    waves.frequencies.pairs = table->pairs;
-    for (int i = 0; i < 4; ++i) waves.frequencies.turns[i] = copy(table->turns[i], words_[i]);
-    waves.frequencies.angular = copy(table->angular, angular_);
-    waves.offset = case_.offset;
-    if (case_.positions == Positions::running) return;
-    waves.positions = positions_.view();
-    waves.position_strides = {case_.seq * case_.inner, case_.inner, 1};
-    if (case_.positions == Positions::shared) waves.position_strides = {0, 1, 0};
+  void set_encoding() {
+    Encoding& encoding = params.encoding;
+    encoding.columns = columns_of_case(case_.layout, case_.odd, case_.width);
+    encoding.precision = case_.precision;
+    const auto table =
+        frequencies(10000.0, case_.divisor, frequency_width(case_.odd, case_.width), encoding.columns.pairs());
+    encoding.frequencies.pairs = table->pairs;
+    for (int i = 0; i < 4; ++i) encoding.frequencies.turns[i] = copy(table->turns[i], words_[i]);
+    encoding.frequencies.angular = copy(table->angular, angular_);
+    Positions& positions = params.positions;
+    positions.offset = case_.offset;
+    positions.running = case_.given == Given::nothing || case_.given == Given::for_rows;
+    if (case_.given == Given::nothing) return;
+    positions.given = positions_.view();
+    positions.strides = case_.given == Given::for_seq    ? TokenStrides{0, 1}
+                        : case_.given == Given::for_rows ? TokenStrides{1, 0}
+                                                         : order(1);
   }
 
   template <class T>
@@ -186,46 +211,41 @@ void check_case(const ForwardCase& what) {
   cuda::forward(params, device.launch);
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ": element " + std::to_string(at) + " differs");
-  expect(device.recorded_nothing(), what.text() + ": a bad id was recorded");
+  expect(device.recorded_nothing(), what.text() + ": an error was recorded");
 }
 
 // ---- groups
 
-constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float64, Dtype::float16};
 constexpr Source kSources[] = {Source::gathered, Source::dense, Source::none};
-constexpr LayoutKind kKinds[] = {LayoutKind::interleaved, LayoutKind::sin_cos, LayoutKind::cos_sin, LayoutKind::none};
-constexpr OddRule kOddRules[] = {OddRule::sine, OddRule::zero, OddRule::round_up};
-constexpr Precision kPrecisions[] = {Precision::exact, Precision::reference};
-constexpr Positions kPositions[] = {Positions::running, Positions::shared, Positions::per_token};
+constexpr Precision kBothPrecisions[] = {Precision::exact, Precision::reference};
+constexpr Given kGiven[] = {Given::nothing, Given::for_seq, Given::for_tokens, Given::for_rows};
 
-std::vector<Dtype> dtypes(const Options& options) {
-  return {std::begin(kDtypes), std::begin(kDtypes) + (options.few ? 2 : 4)};
-}
+OddRule odd_rule(int64_t i) { return static_cast<OddRule>(i % kOddRules); }
 
 // Every kernel: source, layout, precision and kind of position, where whole vectors fit and where they do not; with a
 // token for each thread and with many; both widths of integers; all positions far.
 void check_kernels(const Options& options) {
   for (const Dtype dtype : dtypes(options))
     for (const Source source : kSources)
-      for (const LayoutKind kind : kKinds)
-        for (const Precision precision : kPrecisions)
-          for (const Positions positions : kPositions)
+      for (int64_t layout = 0; layout < kTestLayouts; ++layout)
+        for (const Precision precision : kBothPrecisions)
+          for (const Given given : kGiven)
             for (const int64_t width : {32, 35}) {
-              ForwardCase what{dtype, source, kind};
+              ForwardCase what{dtype, source, layout};
               what.precision = precision;
-              what.positions = positions;
+              what.given = given;
               what.width = width;
-              what.odd = kOddRules[(static_cast<int>(source) + static_cast<int>(kind)) % 3];
-              what.seed = static_cast<uint64_t>(width + static_cast<int>(kind));
+              what.odd = odd_rule(static_cast<int64_t>(source) + layout);
+              what.seed = static_cast<uint64_t>(width + layout);
               check_case(what);
-              what.outer = 11, what.seq = 3;
+              what.batch = 11, what.seq = 3;
               what.resident_threads = 1;
-              what.wide_positions = false;
+              what.int64_positions = false;
               check_case(what);
               if (options.few) continue;
-              what.wide_ids = false, what.wide_positions = true;
+              what.int64_ids = false, what.int64_positions = true;
               check_case(what);
-              std::swap(what.outer, what.seq);
+              std::swap(what.batch, what.seq);
               what.offset = (int64_t{5} << 33) + 7;
               check_case(what);
             }
@@ -233,15 +253,15 @@ void check_kernels(const Options& options) {
 
 void check_widths(const Options& options) {
   for (const Dtype dtype : dtypes(options))
-    for (const LayoutKind kind : kKinds)
-      for (const OddRule odd : kOddRules)
+    for (int64_t layout = 0; layout < kTestLayouts; ++layout)
+      for (int64_t odd = 0; odd < kOddRules; ++odd)
         for (const int64_t width : {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 24, 31, 40, 48, 63, 66, 127, 130}) {
-          ForwardCase what{dtype, Source::gathered, kind, odd};
+          ForwardCase what{dtype, Source::gathered, layout, odd_rule(odd)};
           what.width = width;
-          what.outer = 2, what.seq = 3;
-          what.positions = kPositions[width % 3];
+          what.batch = 2, what.seq = 3;
+          what.given = kGiven[width % 4];
           what.divisor = width % 2 == 0 ? Divisor::half_minus_1 : Divisor::d;
-          what.precision = kPrecisions[width / 2 % 2];
+          what.precision = kBothPrecisions[width / 2 % 2];
           check_case(what);
         }
 }
@@ -249,18 +269,18 @@ void check_widths(const Options& options) {
 // More columns than a block has threads, in both kernels.
 void check_wide_rows(const Options& options) {
   for (const Dtype dtype : dtypes(options))
-    for (const LayoutKind kind : kKinds)
+    for (int64_t layout = 0; layout < kTestLayouts; ++layout)
       for (const int64_t width : {1040, 4096 + 16, 777}) {
-        if (options.few && (width > 1040 || kind == LayoutKind::none)) continue;
-        ForwardCase what{dtype, Source::gathered, kind};
+        if (options.few && (width > 1040 || layout == kNoEncoding)) continue;
+        ForwardCase what{dtype, Source::gathered, layout};
         what.width = width;
-        what.outer = 2, what.seq = 2;
+        what.batch = 2, what.seq = 2;
         what.resident_threads = 512;
         check_case(what);
       }
 }
 
-// Batches around the rows in flight, lengths around the lanes of a block and of the grid, on devices that hold few
+// Batches around the rows in flight, lengths around the threads of a block and of the grid, on devices that hold few
 // threads and many; both ways the batch may lie.
 void check_shapes(const Options& options) {
   const int64_t sizes[] = {1, 2, 3, 4, 5, 8, 9, 13, 16, 33};
@@ -270,13 +290,11 @@ void check_shapes(const Options& options) {
       for (const int64_t seq : sizes)
         for (const bool sequence_first : {false, true}) {
           if (options.few && batch * seq > 40) continue;
-          ForwardCase what{dtype, kSources[random.below(3)], kKinds[random.below(4)]};
-          (sequence_first ? what.inner : what.outer) = batch;
-          (sequence_first ? what.outer : what.inner) = 1;
+          ForwardCase what{dtype, kSources[random.below(3)], random.below(kTestLayouts)};
           what.seq = seq;
           what.width = random.below(2) == 0 ? 16 : 23;
-          what.positions = kPositions[random.below(3)];
-          what.precision = kPrecisions[random.below(2)];
+          what.given = kGiven[random.below(4)];
+          what.precision = kBothPrecisions[random.below(2)];
           const int64_t resident[] = {1, 64, 300, 2048, 1 << 20};
           what.resident_threads = resident[random.below(5)];
           what.seed = random.bits();
@@ -284,16 +302,16 @@ void check_shapes(const Options& options) {
         }
 }
 
-// Lanes on a grid that is capped: exactly one round of it, one lane more, one less.
+// Positions on a grid that is capped: exactly one round of it, one more, one less.
 void check_grid_strides(const Options& options) {
   for (const Source source : kSources)
-    for (const Positions positions : kPositions)
+    for (const Given given : kGiven)
       for (const int64_t width : {16, 19})
         for (const int64_t seq : {127, 128, 129, 255, 256, 257, 512}) {
           if (options.few && seq > 129) continue;
           ForwardCase what{Dtype::bfloat16, source};
-          what.positions = positions;
-          what.outer = 2, what.seq = seq, what.width = width;
+          what.given = given;
+          what.batch = 2, what.seq = seq, what.width = width;
           what.resident_threads = 1;
           check_case(what);
           what.resident_threads = 130;
@@ -317,21 +335,21 @@ void check_positions(const Options& options) {
                              INT64_MAX - 10,
                              INT64_MIN};
   for (const Dtype dtype : dtypes(options))
-    for (const LayoutKind kind : {LayoutKind::interleaved, LayoutKind::cos_sin})
-      for (const Precision precision : kPrecisions)
-        for (const Positions positions : kPositions)
+    for (const int64_t layout : {kInterleaved, kCosSin})
+      for (const Precision precision : kBothPrecisions)
+        for (const Given given : kGiven)
           for (const int64_t offset : offsets)
-            for (const bool wide : {true, false})
+            for (const bool is_int64 : {true, false})
               for (const int64_t width : {32, 21}) {
-                if (positions == Positions::running && !wide) continue;
+                if (given == Given::nothing && !is_int64) continue;
                 if (options.few && width == 21) continue;
-                ForwardCase what{dtype, Source::none, kind};
+                ForwardCase what{dtype, Source::none, layout};
                 what.precision = precision;
-                what.positions = positions;
+                what.given = given;
                 what.offset = offset;
-                what.wide_positions = wide;
+                what.int64_positions = is_int64;
                 what.far_positions = offset == 0;
-                what.outer = 2, what.seq = what.far_positions ? 30 : 7;
+                what.batch = 2, what.seq = what.far_positions ? 30 : 7;
                 what.width = width;
                 what.seed = static_cast<uint64_t>(offset) + 3;
                 check_case(what);
@@ -341,11 +359,11 @@ void check_positions(const Options& options) {
 void check_views(const Options& options) {
   for (const Dtype dtype : dtypes(options))
     for (const Source source : kSources)
-      for (const Positions positions : {Positions::running, Positions::per_token}) {
+      for (const Given given : {Given::nothing, Given::for_tokens}) {
         ForwardCase plain{dtype, source};
-        plain.positions = positions;
+        plain.given = given;
         plain.width = 32;
-        const int64_t vector = 16 / size_of(dtype);
+        const int64_t vector = 16 / element_size(dtype);
         const auto check_with = [&](const auto& change) {
           ForwardCase what = plain;
           change(what);
@@ -359,9 +377,9 @@ void check_views(const Options& options) {
         check_with([&](ForwardCase& c) { c.base_shift = vector, c.out_shift = vector; });
         check_with([](ForwardCase& c) { c.column_stride = 2; });
         check_with([](ForwardCase& c) { c.column_stride = 2, c.width = 17, c.base_gap = 5; });
-        check_with([](ForwardCase& c) { c.outer = 1, c.inner = 3, c.out_gap = 1; });
-        check_with([](ForwardCase& c) { c.wide_ids = false, c.rows = 1; });
-        check_with([](ForwardCase& c) { c.wide_ids = false, c.wide_positions = false; });
+        check_with([](ForwardCase& c) { c.sequence_first = true, c.out_gap = 1; });
+        check_with([](ForwardCase& c) { c.int64_ids = false, c.rows = 1; });
+        check_with([](ForwardCase& c) { c.int64_ids = false, c.int64_positions = false; });
         if (source == Source::dense) check_with([](ForwardCase& c) { c.expanded_base = true; });
         if (source == Source::dense) check_with([](ForwardCase& c) { c.expanded_base = true, c.width = 15; });
       }
@@ -371,10 +389,10 @@ void check_views(const Options& options) {
 void check_rounding(const Options& options) {
   for (const Dtype dtype : dtypes(options))
     for (const Source source : {Source::gathered, Source::dense})
-      for (const LayoutKind kind : kKinds)
+      for (int64_t layout = 0; layout < kTestLayouts; ++layout)
         for (const int64_t width : {64, 65})
           for (const bool any_base : {false, true}) {
-            ForwardCase what{dtype, source, kind};
+            ForwardCase what{dtype, source, layout};
             what.width = width;
             what.rows = 100;
             what.token_scale = 1.5;
@@ -387,24 +405,13 @@ void check_small_calls(const Options& options) {
   for (const Dtype dtype : dtypes(options))
     for (const Source source : kSources)
       for (const int64_t width : {1, 8, 32}) {
-        for (const auto& [outer, seq] : {std::pair{0, 4}, {4, 0}, {0, 0}, {1, 1}, {1, 3}, {3, 1}}) {
+        for (const auto& [batch, seq] : {std::pair{0, 4}, {4, 0}, {0, 0}, {1, 1}, {1, 3}, {3, 1}}) {
           ForwardCase what{dtype, source};
-          what.outer = outer, what.seq = seq, what.width = width;
-          what.positions = kPositions[(outer + seq) % 3];
+          what.batch = batch, what.seq = seq, what.width = width;
+          what.given = kGiven[(batch + seq) % 4];
           check_case(what);
         }
       }
-  ForwardCase what;
-  what.inner = 2;
-  ForwardTensors tensors(what);
-  const Device device(1024);
-  bool threw = false;
-  try {
-    cuda::forward(tensors.params, device.launch);
-  } catch (const std::invalid_argument&) {
-    threw = true;
-  }
-  expect(threw, "two batch axes are refused");
 }
 
 // Any of everything.
@@ -412,17 +419,17 @@ void check_mixtures(const Options& options) {
   Random random(2024);
   for (int i = 0; i < (options.few ? 80 : 500); ++i) {
     const auto one_in = [&](int64_t n) { return random.below(n) == 0; };
-    ForwardCase what{kDtypes[random.below(options.few ? 2 : 4)], kSources[random.below(3)], kKinds[random.below(4)],
-                     kOddRules[random.below(3)]};
+    ForwardCase what{dtypes(options)[random.below(options.few ? 2 : 4)], kSources[random.below(3)],
+                     random.below(kTestLayouts), odd_rule(random.below(3))};
     what.divisor = one_in(2) ? Divisor::d : Divisor::half_minus_1;
-    what.precision = kPrecisions[random.below(2)];
-    what.positions = kPositions[random.below(3)];
+    what.precision = kBothPrecisions[random.below(2)];
+    what.given = kGiven[random.below(4)];
     what.seq = 1 + random.below(one_in(4) ? 40 : 7);
-    (one_in(3) ? what.inner : what.outer) = 1 + random.below(9);
-    if (what.inner > 1) what.outer = 1;
+    what.sequence_first = one_in(3);
+    what.batch = 1 + random.below(9);
     what.width = one_in(2) ? 16 * (1 + random.below(5)) : 1 + random.below(70);
     what.offset = one_in(2) ? some_position(random, true, true) : 0;
-    what.wide_ids = one_in(2), what.wide_positions = one_in(2);
+    what.int64_ids = one_in(2), what.int64_positions = one_in(2);
     what.rows = 1 + random.below(20);
     if (one_in(6)) what.base_shift = 1 + random.below(8);
     if (one_in(6)) what.out_shift = 1 + random.below(8);
@@ -438,13 +445,13 @@ void check_mixtures(const Options& options) {
   }
 }
 
-// ---- bad ids
+// ---- out-of-range ids
 
 // Ids of which the low half may look right.
-int64_t bad_id(Random& random, int64_t rows, bool wide) {
+int64_t some_out_of_range(Random& random, int64_t rows, bool is_int64) {
   const int64_t candidates[] = {-1,        rows,     INT32_MAX, INT32_MIN, (int64_t{1} << 32) + 1, -(int64_t{1} << 32),
                                 INT64_MIN, INT64_MAX};
-  return candidates[random.below(wide ? 8 : 4)];
+  return candidates[random.below(is_int64 ? 8 : 4)];
 }
 
 std::vector<int64_t> some_places(Random& random, int64_t tokens) {
@@ -453,25 +460,25 @@ std::vector<int64_t> some_places(Random& random, int64_t tokens) {
   return places;
 }
 
-void check_bad_ids_of(const ForwardCase& what, const std::vector<int64_t>& bad_places) {
+void check_out_of_range_at(const ForwardCase& what, const std::vector<int64_t>& places) {
   ForwardTensors tensors(what);
   Random random(what.seed + 99);
   std::vector<int64_t> ids(what.tokens());
   for (int64_t& id : ids) id = random.below(what.rows);
   std::vector<int64_t> good = ids;
-  for (const int64_t place : bad_places) {
-    ids[place] = place == bad_places[0] ? what.rows : bad_id(random, what.rows, what.wide_ids);
+  for (const int64_t place : places) {
+    ids[place] = place == places[0] ? what.rows : some_out_of_range(random, what.rows, what.int64_ids);
     good[place] = 0;
   }
-  const int64_t first = *std::min_element(bad_places.begin(), bad_places.end());
+  const int64_t first = *std::min_element(places.begin(), places.end());
 
   Elements expected = tensors.new_out(), got = tensors.new_out();
   tensors.set_ids(good);
   ForwardParams params = tensors.params;
   params.out = expected.at(what.out_shift);
   cpu::forward(params, run_serially);
-  for (const int64_t place : bad_places)  // back to the NaN that is in a new tensor
-    std::memset(expected.at(what.out_shift + place * tensors.out_row()), 0xFF, what.width * size_of(what.dtype));
+  for (const int64_t place : places)  // back to the NaN that is in a new tensor
+    std::memset(expected.at(what.out_shift + place * tensors.out_row()), 0xFF, what.width * element_size(what.dtype));
 
   tensors.set_ids(ids);
   params = tensors.params;
@@ -479,95 +486,97 @@ void check_bad_ids_of(const ForwardCase& what, const std::vector<int64_t>& bad_p
   Device device(what.resident_threads, 5);
   cuda::forward(params, device.launch);
   const int64_t at = expected.first_difference(got);
-  expect(at < 0, what.text() + ", bad ids: element " + std::to_string(at) + " differs");
-  expect(device.recorded(first, ids[first], what.rows), what.text() + ": not the first bad id was recorded");
+  expect(at < 0, what.text() + ", ids out of range: element " + std::to_string(at) + " differs");
+  expect(device.recorded(first, ids[first], what.rows), what.text() + ": not the first out-of-range id was recorded");
   if (got.count() > 0 && at < 0) {
     bool all_nan = true;
     for (int64_t c = 0; c < what.width; ++c) all_nan &= got.is_nan(what.out_shift + first * tensors.out_row() + c);
-    expect(all_nan, what.text() + ": the row of a bad id is NaN");
+    expect(all_nan, what.text() + ": the row of an out-of-range id is NaN");
   }
 
   // A later call leaves the record alone, an earlier one takes it.
-  device.launch.call = 6;
+  device.launch.errors.call = 6;
   cuda::forward(params, device.launch);
-  device.launch.call = 5;
+  device.launch.errors.call = 5;
   expect(device.recorded(first, ids[first], what.rows), what.text() + ": a later call took the record");
-  device.launch.call = 4;
+  device.launch.errors.call = 4;
   cuda::forward(params, device.launch);
   expect(device.recorded(first, ids[first], what.rows), what.text() + ": an earlier call left the record");
 }
 
-void check_bad_ids(const Options& options) {
+void check_out_of_range(const Options& options) {
   Random random(5);
   for (const Dtype dtype : dtypes(options))
-    for (const LayoutKind kind : kKinds)
-      for (const Positions positions : kPositions)
+    for (int64_t layout = 0; layout < kTestLayouts; ++layout)
+      for (const Given given : kGiven)
         for (const int64_t width : {16, 9})
-          for (const bool wide : {true, false})
+          for (const bool is_int64 : {true, false})
             for (const bool sequence_first : {false, true}) {
-              if (options.few && (sequence_first || wide)) continue;
-              ForwardCase what{dtype, Source::gathered, kind};
-              what.positions = positions;
+              if (options.few && (sequence_first || is_int64)) continue;
+              ForwardCase what{dtype, Source::gathered, layout};
+              what.given = given;
               what.width = width;
-              what.wide_ids = wide;
-              what.precision = kPrecisions[random.below(2)];
-              what.outer = sequence_first ? 1 : 6, what.inner = sequence_first ? 6 : 1;
+              what.int64_ids = is_int64;
+              what.precision = kBothPrecisions[random.below(2)];
+              what.batch = 6;
+              what.sequence_first = sequence_first;
               what.seq = 7;
               what.resident_threads = random.below(2) == 0 ? 64 : 8192;
               what.seed = random.bits();
-              check_bad_ids_of(what, some_places(random, what.tokens()));
+              check_out_of_range_at(what, some_places(random, what.tokens()));
             }
 }
 
-// A bad id at every step of a long walk: each lane has one, at a step of its own.
-void check_bad_ids_of_walks(const Options& options) {
-  constexpr int64_t kSteps = 19;
-  std::vector<int64_t> diagonal(kSteps);
-  for (int64_t i = 0; i < kSteps; ++i) diagonal[i] = i * kSteps + i;
+// An out-of-range id at every round of a long loop over the batch: each position has one, in a row of its own.
+void check_out_of_range_in_loops(const Options& options) {
+  constexpr int64_t kRows = 19;
+  std::vector<int64_t> diagonal(kRows);
+  for (int64_t i = 0; i < kRows; ++i) diagonal[i] = i * kRows + i;
   for (const Dtype dtype : dtypes(options))
-    for (const LayoutKind kind : kKinds)
-      for (const Positions positions : {Positions::running, Positions::per_token})
-        for (const Precision precision : kPrecisions)
-          for (const bool wide : {true, false}) {
-            if (options.few && wide) continue;
-            ForwardCase what{dtype, Source::gathered, kind};
-            what.outer = what.seq = kSteps;
-            what.width = 32 / size_of(dtype);
-            what.positions = positions;
+    for (int64_t layout = 0; layout < kTestLayouts; ++layout)
+      for (const Given given : {Given::nothing, Given::for_tokens})
+        for (const Precision precision : kBothPrecisions)
+          for (const bool is_int64 : {true, false}) {
+            if (options.few && is_int64) continue;
+            ForwardCase what{dtype, Source::gathered, layout};
+            what.batch = what.seq = kRows;
+            what.width = 32 / element_size(dtype);
+            what.given = given;
             what.precision = precision;
-            what.wide_ids = wide;
+            what.int64_ids = is_int64;
             what.far_positions = false;
             what.resident_threads = 1;
-            what.seed = static_cast<uint64_t>(wide);
-            check_bad_ids_of(what, diagonal);
+            what.seed = static_cast<uint64_t>(is_int64);
+            check_out_of_range_at(what, diagonal);
           }
 }
 
-void check_search(const Options& options) {
+void check_bounds(const Options& options) {
   Random random(11);
-  for (const bool wide : {true, false})
+  for (const bool is_int64 : {true, false})
     for (const int64_t count : {0, 1, 255, 256, 257, 3000}) {
       if (options.few && count > 257) continue;
-      for (const int64_t bad : {0, 1, 3}) {
+      for (const int64_t errors : {0, 1, 3}) {
         std::vector<int64_t> ids(count);
         for (int64_t& id : ids) id = random.below(40);
         int64_t first = count;
-        for (int64_t i = 0; i < bad && count > 0; ++i) {
+        for (int64_t i = 0; i < errors && count > 0; ++i) {
           const int64_t place = random.below(count);
-          ids[place] = bad_id(random, 40, wide);
+          ids[place] = some_out_of_range(random, 40, is_int64);
           first = std::min(first, place);
         }
-        const IntegerTensor tensor(ids, wide);
+        const IntegerTensor tensor(ids, is_int64);
         const Device device(count % 2 == 0 ? 1 : 4096, 3);
-        cuda::check_ids(tensor.view(), count, 40, device.launch);
+        cuda::check_bounds(tensor.view(), count, 40, device.launch);
         expect(first == count ? device.recorded_nothing() : device.recorded(first, ids[first], 40),
                "search among " + std::to_string(count) + " ids");
         // What the host then takes is what was found, once.
-        cuda::BadId taken;
-        cuda::take_bad_id(device.launch.bad_id, device.launch.bad_id_found, &taken, nullptr);
-        expect(first == count ? taken.found == 0u : taken.found == 1u && taken.place == first && taken.id == ids[first],
-               "taking what a search among " + std::to_string(count) + " ids found");
-        cuda::take_bad_id(device.launch.bad_id, device.launch.bad_id_found, &taken, nullptr);
+        cuda::OutOfRange taken;
+        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, nullptr);
+        expect(
+            first == count ? taken.found == 0u : taken.found == 1u && taken.place == first && taken.index == ids[first],
+            "taking what a search among " + std::to_string(count) + " ids found");
+        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, nullptr);
         expect(taken.found == 0u && device.recorded_nothing(), "taking it again");
       }
     }
@@ -602,22 +611,22 @@ void copy_rows(char* far, const std::vector<int64_t>& offsets, Elements& near, i
 }
 
 // Strides beyond 2^31 elements for both tensors, or rows of a table that lie as far apart as `row_bytes` says.
-void check_far_case(Dtype dtype, Source source, int64_t width, int64_t row_bytes, bool lanes_far) {
-  const int64_t size = size_of(dtype), apart = (int64_t{1} << 31) + 16;
+void check_far_case(Dtype dtype, Source source, int64_t width, int64_t row_bytes, bool seq_far) {
+  const int64_t size = element_size(dtype), apart = (int64_t{1} << 31) + 16;
   const int64_t batch = 3, seq = 2;
   ForwardCase shape{dtype, source};
-  shape.outer = batch, shape.seq = seq, shape.width = width;
+  shape.batch = batch, shape.seq = seq, shape.width = width;
   shape.rows = 3;
   ForwardTensors tensors(shape);
   ForwardParams params = tensors.params;
-  params.out_strides = lanes_far ? GridStrides{width, apart, 0} : GridStrides{apart, width, 0};
+  params.out_strides = seq_far ? TokenStrides{width, apart} : TokenStrides{apart, width};
   params.base_strides = params.out_strides;
   if (source == Source::gathered) params.row_stride = row_bytes / size;
 
   const SparseMemory base(std::max(apart * size * 3, row_bytes * 3 + width * size)), out(apart * size * 3);
   std::vector<int64_t> places, base_places;
-  for (int64_t o = 0; o < batch; ++o)
-    for (int64_t s = 0; s < seq; ++s) places.push_back(params.out_strides.at(o, s, 0) * size);
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t t = 0; t < seq; ++t) places.push_back(params.out_strides.at(b, t) * size);
   for (int64_t row = 0; row < 3; ++row) base_places.push_back(row * row_bytes);
   const std::vector<int64_t>& read = source == Source::gathered ? base_places : places;
 
@@ -642,11 +651,10 @@ void check_far_case(Dtype dtype, Source source, int64_t width, int64_t row_bytes
 void check_far_apart(const Options& options) {
   for (const Dtype dtype : dtypes(options))
     for (const int64_t width : {32, 33})
-      for (const bool lanes_far : {false, true}) {
-        check_far_case(dtype, Source::dense, width, 0, lanes_far);
-        // The longest row that vectors take, the next one, and one beyond 2^31 elements.
-        for (const int64_t row_bytes : {(int64_t{1} << 32) - 16, int64_t{1} << 32, int64_t{9} << 31})
-          check_far_case(dtype, Source::gathered, width, row_bytes, lanes_far);
+      for (const bool seq_far : {false, true}) {
+        check_far_case(dtype, Source::dense, width, 0, seq_far);
+        for (const int64_t row_bytes : {int64_t{1} << 32, int64_t{9} << 31})
+          check_far_case(dtype, Source::gathered, width, row_bytes, seq_far);
       }
 }
 
@@ -663,9 +671,9 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: rounding")) check_rounding(options);
   if (begin_group(options, "forward: small calls")) check_small_calls(options);
   if (begin_group(options, "forward: mixtures")) check_mixtures(options);
-  if (begin_group(options, "forward: bad ids")) check_bad_ids(options);
-  if (begin_group(options, "forward: bad ids of walks")) check_bad_ids_of_walks(options);
-  if (begin_group(options, "search for bad ids")) check_search(options);
+  if (begin_group(options, "forward: out of range")) check_out_of_range(options);
+  if (begin_group(options, "forward: out of range in loops")) check_out_of_range_in_loops(options);
+  if (begin_group(options, "bounds check")) check_bounds(options);
   if (!options.few && begin_group(options, "forward: far apart")) check_far_apart(options);
 }
 

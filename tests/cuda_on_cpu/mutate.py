@@ -52,7 +52,7 @@ SWAPS = [
 
 @dataclasses.dataclass
 class Mutant:
-    source: str  # stem of the file
+    source: str  # name of the unit
     kernel: str
     line: int
     before: str
@@ -93,10 +93,10 @@ class Mutation:
         self.builder = build.Builder(folder, workers)
         self.arch = arch
         self.ptx = {}
-        for source in build.kernel_sources():
-            text = self.builder.ptx(source, arch).result().read_text()
-            if only in source.stem and ".entry" in text:
-                self.ptx[source.stem] = text
+        for unit in build.kernel_units():
+            text = self.builder.ptx(unit, arch).result().read_text()
+            if only in unit.name and ".entry" in text:
+                self.ptx[unit.name] = text
         self.kernels = {name: {kernel.name: kernel for kernel in ptx_to_cpp.read_kernels(text)}
                         for name, text in self.ptx.items()}  # fmt: skip
         self.modes = ("plain", "asan")
@@ -142,7 +142,7 @@ class Mutation:
 def groups_for(mutant: Mutant) -> list[str]:
     if mutant.source.startswith("forward"):
         return ["forward"]
-    return {"backward": ["backward"], "check_ids": ["search"]}.get(mutant.source, [""])
+    return {"backward": ["backward"], "bounds": ["bounds"]}.get(mutant.source, [""])
 
 
 def main() -> None:

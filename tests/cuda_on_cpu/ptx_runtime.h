@@ -158,11 +158,6 @@ inline float result(float value) { return value == value ? value : __builtin_bit
 inline double result(double value) { return value; }
 
 // c + the products of the bytes of a and b.
-inline uint32_t dot_product(uint32_t a, uint32_t b, uint32_t c) {
-  for (int i = 0; i < 32; i += 8) c += (a >> i & 0xFF) * (b >> i & 0xFF);
-  return c;
-}
-
 inline uint32_t count_ones(uint64_t value) { return static_cast<uint32_t>(__builtin_popcountll(value)); }
 template <class T>
 uint32_t leading_zeros(T value) {

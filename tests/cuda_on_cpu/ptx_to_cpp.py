@@ -712,14 +712,6 @@ def permute(k: KernelTranslator, ins: Instruction) -> str:
     return k.put(to, f"ptx::permute({', '.join(k.value(operand, kind) for operand in operands)})", kind)
 
 
-@opcode("dp4a")
-def dot_product_of_bytes(k: KernelTranslator, ins: Instruction) -> str:
-    kind = ins.type("u32")
-    ins.need("u32")
-    to, *operands = ins.expect(4)
-    return k.put(to, f"ptx::dot_product({', '.join(k.value(operand, kind) for operand in operands)})", kind)
-
-
 @opcode("popc", "clz")
 def count_bits(k: KernelTranslator, ins: Instruction) -> str:
     kind = ins.type("b32", "b64")

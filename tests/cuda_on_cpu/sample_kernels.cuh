@@ -6,6 +6,10 @@
 
 #include "cuda/platform.cuh"
 
+#if !defined(POSENC_SHARED)  // the shim brings its own
+#define POSENC_SHARED(T, name, count) __shared__ T name[count]
+#endif
+
 namespace samples {
 
 // Parameters as the real kernels take them: one plain struct, beside a scalar or two.
@@ -80,7 +84,6 @@ __global__ void arithmetic(const Pointers args, const int64_t* integers, const d
   result -= static_cast<uint64_t>(n / (i + 1) + n % (i + 3)) + u / static_cast<uint64_t>(i + 5);
   result += static_cast<uint64_t>(__popc(static_cast<unsigned>(u)) + __clz(static_cast<int>(n)));
   result += static_cast<uint64_t>((n < 0 ? -n : n) % 1000);
-  result += __dp4a(static_cast<unsigned>(u), static_cast<unsigned>(u >> 32), 17u);
   integers_out[i] = static_cast<int64_t>(result);
   doubles_out[i] = doubles[i] * args.factor / (doubles[i] + 0.25) - static_cast<double>(n);
 }

@@ -10,7 +10,7 @@ namespace posenc::cuda {
 size_t sort_bytes(int64_t, int) { return 1; }
 
 void sort_pairs(void*, size_t, const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
-                int32_t* sorted_values, int64_t count, int bits, CUstream_st*) {
+                int32_t* sorted_values, int64_t count, int bits, void*) {
   const auto key = [=](int64_t i) { return bits < 32 ? keys[i] & ((uint32_t{1} << bits) - 1) : keys[i]; };
   std::vector<int64_t> order(count);
   std::iota(order.begin(), order.end(), 0);
@@ -21,7 +21,7 @@ void sort_pairs(void*, size_t, const uint32_t* keys, uint32_t* sorted_keys, cons
   }
 }
 
-void running_sum(void*, size_t, int32_t* values, int64_t count, CUstream_st*) {
+void running_sum(void*, size_t, int32_t* values, int64_t count, void*) {
   std::partial_sum(values, values + count, values);
 }
 

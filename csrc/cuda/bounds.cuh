@@ -1,0 +1,39 @@
+// A search for out-of-range ids, for callers that must know before they go on; and what takes a record to the host.
+#pragma once
+
+#include "out_of_range.cuh"
+
+namespace posenc::cuda {
+
+constexpr int kBoundsThreads = 256;
+
+__global__ void find_out_of_range(const Integers ids, int64_t count, int64_t rows, const ErrorSink errors);
+
+// Moves a record to where the host reads it: one thread, in a stream of its own, while other kernels may record.
+__global__ void take_record(OutOfRange* record, uint32_t* found, OutOfRange* taken);
+
+#if !defined(POSENC_KERNELS_FROM_PTX)
+
+__global__ void __launch_bounds__(kBoundsThreads)
+    find_out_of_range(const Integers ids, int64_t count, int64_t rows, const ErrorSink errors) {
+  for (int64_t at = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; at < count; at += int64_t{gridDim.x} * blockDim.x)
+    if (!in_range(ids[at], rows)) record_out_of_range(errors, at, ids[at], rows);
+}
+
+__global__ void take_record(OutOfRange* record, uint32_t* found, OutOfRange* taken) {
+  lock(record);
+  const volatile OutOfRange* const from = record;
+  volatile OutOfRange* const to = taken;
+  to->found = from->found;
+  to->call = from->call;
+  to->place = from->place;
+  to->index = from->index;
+  to->rows = from->rows;
+  const_cast<volatile OutOfRange*>(record)->found = 0u;
+  *const_cast<volatile uint32_t*>(found) = 0u;
+  unlock(record);
+}
+
+#endif  // POSENC_KERNELS_FROM_PTX
+
+}  // namespace posenc::cuda

@@ -1,9 +1,0 @@
-#include "forward_launch.cuh"
-
-namespace posenc::cuda {
-
-void launch_forward_float16(Source source, const ForwardArgs& args, const Choice& choice, const Launch& launch) {
-  launch_forward<Float16>(source, args, choice, launch);
-}
-
-}  // namespace posenc::cuda

@@ -1,0 +1,35 @@
+// Shapes of launches. No value depends on them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace posenc::cuda {
+
+constexpr int64_t kMostBlocksX = (int64_t{1} << 31) - 1, kMostBlocksYZ = 65535, kMostThreadsZ = 64;
+// A grid has blocks to fill the device so many times; then its threads loop.
+constexpr int64_t kFills = 4;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int64_t power_of_two_from(int64_t count) {
+  int64_t power = 1;
+  while (power < count) power *= 2;
+  return power;
+}
+
+// Threads along the columns of a row, each with one of `units`: a power of two up to `most`, at least a warp where
+// there is work for it, that leaves the fewest threads idle.
+inline int64_t threads_along(int64_t units, int64_t most) {
+  int64_t best = std::min(most, power_of_two_from(units));
+  for (int64_t threads = best / 2; threads >= 32; threads /= 2)
+    if (divide_up(units, threads) * threads < divide_up(units, best) * best) best = threads;
+  return best;
+}
+
+// Blocks of `threads` threads for `count` items.
+inline int64_t blocks_for(int64_t count, int64_t threads, int64_t resident_threads) {
+  return std::clamp<int64_t>(kFills * resident_threads / threads, 1, std::max<int64_t>(divide_up(count, threads), 1));
+}
+
+}  // namespace posenc::cuda

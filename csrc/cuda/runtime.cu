@@ -1,0 +1,221 @@
+#include "runtime.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "../errors.h"
+
+namespace posenc::cuda {
+namespace {
+
+// Allocations and copies outside every stream under capture: while this lives, a capture in this thread does not mind.
+class OutsideCapture {
+ public:
+  OutsideCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "leaving the capture mode"); }
+  ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  OutsideCapture(const OutsideCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// ---- devices
+
+std::mutex devices_mutex;
+
+std::map<int, std::unique_ptr<Device>>& devices() {
+  static auto* map = new std::map<int, std::unique_ptr<Device>>;  // never destroyed: the driver may be gone first
+  return *map;
+}
+
+Device& device_of(int index) {
+  const std::lock_guard<std::mutex> lock(devices_mutex);
+  std::unique_ptr<Device>& device = devices()[index];
+  if (!device) device = std::make_unique<Device>(index);
+  return *device;
+}
+
+std::vector<Device*> devices_in_use() {
+  const std::lock_guard<std::mutex> lock(devices_mutex);
+  std::vector<Device*> result;
+  for (const auto& entry : devices())
+    if (entry.second) result.push_back(entry.second.get());
+  return result;
+}
+
+// ---- errors
+
+const char* name_of(Op op) {
+  switch (op) {
+    case Op::embed: return "embed";
+    case Op::embed_backward: return "embed_backward";
+    case Op::embed_backward_sparse: return "embed_backward_sparse";
+    case Op::check: return "embed";
+    case Op::other: break;
+  }
+  return "CUDA kernels";
+}
+
+// Numbers of calls grow, and their lowest bits say which op it was.
+constexpr int kOpBits = 3;
+
+uint64_t next_call(Op op) {
+  static std::atomic<uint64_t> calls{0};
+  return (calls.fetch_add(1, std::memory_order_relaxed) << kOpBits) | static_cast<uint64_t>(op);
+}
+
+bool raises_at_once() {
+  static const bool asked = [] {
+    const char* value = std::getenv("POSENC_EXT_SYNC_ERRORS");
+    return value != nullptr && std::strcmp(value, "0") != 0 && *value != '\0';
+  }();
+  return asked;
+}
+
+// Waits for the device first, so that a call with many out-of-range indices is raised once, with its first one.
+void raise_if_found(ErrorRecord& record, int device) {
+  if (!record.found()) return;
+  if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();  // Call::finish reports what is wrong with a device
+  const OutOfRange error = record.take();
+  if (error.found == 0) return;  // another thread was faster
+  const Op op = static_cast<Op>(error.call & ((1u << kOpBits) - 1));
+  const char* const what = op == Op::embed   ? "its row is NaN"
+                           : op == Op::check ? "nothing was written"
+                                             : "it was left out";
+  throw std::out_of_range(message(name_of(op), "input must hold ids in [0, ", error.rows, "), got ", error.index,
+                                  " at flat index ", error.place, ", found by a call on cuda:", device, " (", what,
+                                  "; with POSENC_EXT_SYNC_ERRORS=1 the call itself raises)"));
+}
+
+}  // namespace
+
+ErrorRecord::ErrorRecord(cudaStream_t stream) : stream_(stream) {
+  check(cudaMalloc(&record_, sizeof(OutOfRange)), "allocating device memory");
+  check(cudaMemsetAsync(record_, 0, sizeof(OutOfRange), stream), "clearing device memory");
+  check(cudaStreamSynchronize(stream), "clearing device memory");
+  void* mapped = nullptr;
+  check(cudaHostAlloc(&mapped, sizeof(Mapped), cudaHostAllocMapped), "allocating mapped memory");
+  mapped_ = new (mapped) Mapped;
+  check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&mapped_on_device_), mapped, 0), "mapping memory");
+}
+
+OutOfRange ErrorRecord::take() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OutsideCapture outside;
+  take_out_of_range(record_, &mapped_on_device_->found, &mapped_on_device_->taken, stream_);
+  check(cudaGetLastError(), "launching the reading of an error");
+  check(cudaStreamSynchronize(stream_), "reading an error");
+  return mapped_->taken;
+}
+
+Device::Device(int device) : index(device) {
+  const OutsideCapture outside;
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index), "reading the device's size");
+  resident_threads = int64_t{processors} * 1024;  // at 64 registers a thread
+  check(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "creating a stream");
+  errors = std::make_unique<ErrorRecord>(copies_);
+  checks = std::make_unique<ErrorRecord>(copies_);
+}
+
+Frequencies Device::frequencies(const std::shared_ptr<const FrequencyTable>& table) {
+  const std::lock_guard<std::mutex> lock(uploads_mutex_);
+  const auto found = uploads_.find(table.get());
+  if (found != uploads_.end()) return found->second.view;
+
+  constexpr int64_t kArrays = 5;
+  const int64_t stride = (table->pairs + kFrequencyPadding + 3) / 4 * 4;  // of words, so that every array is aligned
+  std::vector<uint32_t> words(kArrays * stride, 0);
+  for (int64_t i = 0; i < 4; ++i) std::copy(table->turns[i].begin(), table->turns[i].end(), words.begin() + i * stride);
+  std::memcpy(words.data() + 4 * stride, table->angular.data(), table->angular.size() * sizeof(float));
+
+  const OutsideCapture outside;
+  uint32_t* memory = nullptr;
+  const size_t bytes = words.size() * sizeof(uint32_t);
+  check(cudaMalloc(&memory, bytes), "allocating device memory");
+  check(cudaMemcpyAsync(memory, words.data(), bytes, cudaMemcpyHostToDevice, copies_), "uploading frequencies");
+  check(cudaStreamSynchronize(copies_), "uploading frequencies");
+  Frequencies view;
+  view.pairs = table->pairs;
+  for (int64_t i = 0; i < 4; ++i) view.turns[i] = memory + i * stride;
+  view.angular = reinterpret_cast<const float*>(memory + 4 * stride);
+  uploads_.emplace(table.get(), Upload{table, view});
+  return view;
+}
+
+// ---- calls
+
+Call::Call(Op op, int device, void* stream) : op_(op), device_(device) {
+  // This library's copy of the CUDA runtime follows the caller's current device only if told.
+  check(cudaSetDevice(device), "selecting the device");
+  launch_.stream = stream;
+  Device& state = device_of(device);
+  if (state.errors->found() && !capturing()) raise_if_found(*state.errors, device);
+  if (op == Op::check) alone_ = std::unique_lock<std::mutex>(state.checks_mutex);
+  record_ = op == Op::check ? state.checks.get() : state.errors.get();
+  launch_.resident_threads = state.resident_threads;
+  launch_.errors = record_->sink(next_call(op));
+}
+
+bool Call::capturing() const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(launch_.stream), &status), "asking for a capture");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+Frequencies Call::frequencies(const std::shared_ptr<const FrequencyTable>& table) const {
+  return device_of(device_).frequencies(table);
+}
+
+int64_t Call::read(const int32_t* value) const {
+  const auto stream = static_cast<cudaStream_t>(launch_.stream);
+  int32_t result = 0;
+  check(cudaMemcpyAsync(&result, value, sizeof(result), cudaMemcpyDeviceToHost, stream), "reading a count");
+  check(cudaStreamSynchronize(stream), "reading a count");
+  raise_if_found(*record_, device_);
+  return result;
+}
+
+void Call::raise_launch_error() const {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess)
+    throw std::runtime_error(message(name_of(op_), "a CUDA launch failed: ", cudaGetErrorString(error)));
+}
+
+void Call::finish() const {
+  raise_launch_error();
+  if (raises_at_once() && !capturing()) finish_and_wait();
+}
+
+void Call::finish_and_wait() const {
+  raise_launch_error();
+  check(cudaStreamSynchronize(static_cast<cudaStream_t>(launch_.stream)), "waiting for the stream");
+  raise_if_found(*record_, device_);
+}
+
+// In a thread of its own: to ask which device is current in the caller's would set up the first one.
+void check_errors() {
+  const std::vector<Device*> in_use = devices_in_use();
+  if (in_use.empty()) return;
+  std::exception_ptr error;
+  std::thread([&] {
+    for (Device* device : in_use) {
+      try {
+        check(cudaSetDevice(device->index), "selecting a device");
+        check(cudaDeviceSynchronize(), "waiting for a device");
+        raise_if_found(*device->errors, device->index);
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+    }
+  }).join();
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace posenc::cuda

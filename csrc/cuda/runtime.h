@@ -1,0 +1,70 @@
+// What is kept for each device: its size, the place where out-of-range indices are recorded, frequencies. And errors of
+// the CUDA runtime as exceptions.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+#include "../frequency.h"
+#include "backend.h"
+
+namespace posenc::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // raised here; the runtime would report it again after the next launch
+  throw std::runtime_error(std::string("posenc_ext: ") + what + " failed: " + cudaGetErrorString(error));
+}
+
+// Where kernels leave the first out-of-range index, and how the host learns of it and takes it.
+class ErrorRecord {
+ public:
+  explicit ErrorRecord(cudaStream_t stream);
+
+  ErrorSink sink(uint64_t call) const { return {record_, &mapped_on_device_->found, call}; }
+  bool found() const { return const_cast<const volatile Mapped*>(mapped_)->found != 0; }
+  // found == 0 in the result if another thread was faster.
+  OutOfRange take();
+
+ private:
+  struct Mapped {
+    uint32_t found = 0;
+    OutOfRange taken;
+  };
+
+  cudaStream_t stream_;
+  std::mutex mutex_;
+  OutOfRange* record_ = nullptr;
+  Mapped* mapped_ = nullptr;  // memory of the host
+  Mapped* mapped_on_device_ = nullptr;
+};
+
+// Made at a device's first use and kept until the process ends, like the CUDA context it belongs to. The current device
+// of the calling thread must be this one.
+struct Device {
+  explicit Device(int device);
+  Frequencies frequencies(const std::shared_ptr<const FrequencyTable>& table);
+
+  const int index;
+  int64_t resident_threads = 0;
+  std::unique_ptr<ErrorRecord> errors;  // of all calls but checks
+  std::unique_ptr<ErrorRecord> checks;  // of one check at a time, which holds the mutex
+  std::mutex checks_mutex;
+
+ private:
+  struct Upload {
+    std::shared_ptr<const FrequencyTable> table;  // keeps the address that is the key
+    Frequencies view;
+  };
+
+  cudaStream_t copies_ = nullptr;
+  std::mutex uploads_mutex_;
+  std::unordered_map<const FrequencyTable*, Upload> uploads_;
+};
+
+}  // namespace posenc::cuda
