@@ -171,10 +171,10 @@ void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, i
   run({"embed", {base, flags, "embed"}, given(positions), offset, given(out), &weight, &input}, true);
 }
 
-Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
-                     double base, int64_t flags, int64_t, bool, bool, std::optional<Tensor> frequencies,
-                     std::optional<Tensor> position_table, double encoding_scale, int64_t at_padding, double dropout_p,
-                     std::optional<Tensor> seed) {
+Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, std::optional<Tensor> frequencies,
+                     std::optional<Tensor> position_table, std::optional<Tensor> seed, int64_t offset,
+                     double token_scale, double base, int64_t flags, int64_t, bool, bool, double encoding_scale,
+                     int64_t at_padding, double dropout_p) {
   const char* op = "embed_general";
   const auto refuse = [&](const char* argument, bool given) {
     POSENC_CHECK(!given, op, argument, " is not supported yet");

@@ -28,12 +28,12 @@ STABLE_TORCH_LIBRARY(posenc_ext, m) {
   define("check_embed",
          "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? out=None) "
          "-> ()");
-  // 1052672: the flags of convention "vaswani".
+  // Tensors are not keyword-only, since torch cannot differentiate those. 1052672: the flags of "vaswani".
   define("embed_general",
-         "(Tensor weight, Tensor input, *, Tensor? positions=None, SymInt offset=0, float token_scale=1.0, float "
-         "base=10000.0, int flags=1052672, int padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False, "
-         "Tensor? frequencies=None, Tensor? position_table=None, float encoding_scale=1.0, int at_padding=0, float "
-         "dropout_p=0.0, Tensor? seed=None) -> Tensor");
+         "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
+         "Tensor? seed=None, *, SymInt offset=0, float token_scale=1.0, float base=10000.0, int flags=1052672, int "
+         "padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False, float encoding_scale=1.0, int "
+         "at_padding=0, float dropout_p=0.0) -> Tensor");
   for (const char* name : {"embed_backward", "_embed_bwd"})
     define(name,
            "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool "
