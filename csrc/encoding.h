@@ -47,12 +47,12 @@ constexpr int64_t kLayoutCount = std::size(kLayouts);
 // The column map of one width. Sine k is in column sine_start + k * step; a column after all pairs holds zero.
 struct Columns {
   int64_t width = 0;
-  int64_t sines = 0, cosines = 0;  // columns that hold one; sines >= cosines; no sines: no encoding
+  bool encoded = false;            // false: no encoding at all, not even a zero
+  int64_t sines = 0, cosines = 0;  // columns that hold one; sines >= cosines
   int64_t sine_start = 0, cosine_start = 0, step = 1;
 
-  POSENC_HD bool encoded() const { return sines > 0; }
   POSENC_HD int64_t pairs() const { return sines; }
-  POSENC_HD bool has_zero_column() const { return encoded() && sines + cosines < width; }
+  POSENC_HD bool has_zero_column() const { return encoded && sines + cosines < width; }
   POSENC_HD bool cosine_first() const { return cosine_start < sine_start; }
   // The sine that an odd width adds has no cosine beside it, so it moves up to the last column.
   POSENC_HD int64_t sine_column(int64_t k) const {
@@ -65,6 +65,7 @@ struct Columns {
 inline Columns columns_of(const Layout& layout, OddRule odd, int64_t width) {
   Columns columns;
   columns.width = width;
+  columns.encoded = true;
   columns.cosines = width / 2;
   columns.sines = odd == OddRule::zero ? width / 2 : width - width / 2;
   columns.step = layout.step;

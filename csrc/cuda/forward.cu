@@ -25,7 +25,7 @@ KernelVariant choose(const ForwardParams& params) {
   KernelVariant variant;
   // Without an encoding, only the gathered row is worth a kernel of vectors.
   bool has_kernel = params.source == Source::gathered;
-  if (columns.encoded()) {
+  if (columns.encoded) {
     has_kernel = columns.step <= 2;
     variant.arrangement = columns.step == 2 ? Arrangement::interleaved : Arrangement::halves;
     if (params.tokens.batch > 1 && !params.positions.shared())

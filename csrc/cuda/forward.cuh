@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
       bool made = false;
       for (int64_t b = first_row(); b < params.tokens.batch; b += row_step()) {
         const auto token = token_of<source, acc_of<T>>(params, b, t);
-        if (!encoding.columns.encoded()) {
+        if (!encoding.columns.encoded) {
           store_column<T, source, false>(params, token, unit, 0);
         } else if (unit == encoding.columns.pairs()) {
           store_column<T, source, true>(params, token, encoding.columns.width - 1, 0);

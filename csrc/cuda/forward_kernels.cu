@@ -38,7 +38,7 @@ void launch_forward(const ForwardParams& params, const KernelVariant& variant, c
   ForwardLaunch call;
   call.errors = launch.errors;
   if (variant.vectors) call.units = columns.width / kVector<T> / (variant.arrangement == Arrangement::halves ? 2 : 1);
-  else call.units = columns.encoded() ? columns.pairs() + columns.has_zero_column() : columns.width;
+  else call.units = columns.encoded ? columns.pairs() + columns.has_zero_column() : columns.width;
 
   const int64_t resident = std::max<int64_t>(launch.resident_threads, 1);
   const int64_t seq = params.tokens.seq, batch = params.tokens.batch;

@@ -179,7 +179,7 @@ struct Tile {
     const Columns& columns = encoding.columns;
     const int64_t last = std::min(first + kTilePairs, columns.pairs()), last_cosine = std::min(last, columns.cosines);
     span_count = 0;
-    if (!columns.encoded()) {
+    if (!columns.encoded) {
       push(0, columns.width, nullptr);
     } else if (columns.step == 2) {
       fill_interleaved<T>(encoding, position, first, last - first, buffer);
@@ -345,7 +345,7 @@ class ForwardLoop {
   // An encoding for each token.
   void own_encodings(int64_t begin, int64_t end) {
     const Columns& columns = params_.encoding.columns;
-    fused_ = sizeof(acc_t) == sizeof(float) && columns.encoded() && columns.step == 2 && !columns.cosine_first() &&
+    fused_ = sizeof(acc_t) == sizeof(float) && columns.encoded && columns.step == 2 && !columns.cosine_first() &&
              columns.width % (2 * kLanes<float>) == 0 && params_.column_stride == 1;
     running_ = fused_ && RunningPhases::pay(params_, end - begin);
     TokenLoop loop(params_.tokens, params_.tokens.seq, begin);
