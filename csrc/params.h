@@ -103,8 +103,9 @@ struct BackwardParams {
 // chunks of this many, and the sums of the chunks (partials) are added in order.
 constexpr int64_t kSumChunk = 64;
 
-// Runs body(begin, end, context) over disjoint parts of [begin, end), perhaps in parallel; body must not throw.
+// Runs body(begin, end, context) over disjoint parts of [begin, end), perhaps in parallel; body must not throw. Not 0:
+// it failed. Torch's own torch_parallel_for is one.
 using ParallelBody = void (*)(int64_t begin, int64_t end, void* context);
-using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context);
+using ParallelFor = int32_t (*)(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context);
 
 }  // namespace posenc

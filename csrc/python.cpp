@@ -25,7 +25,10 @@ namespace py = pybind11;
 namespace posenc {
 namespace {
 
-void serial(int64_t begin, int64_t end, int64_t, ParallelBody body, void* context) { body(begin, end, context); }
+int32_t serial(int64_t begin, int64_t end, int64_t, ParallelBody body, void* context) {
+  body(begin, end, context);
+  return 0;
+}
 
 template <class T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;

@@ -64,6 +64,14 @@ class RowPlan {
   std::vector<int64_t> hot_;
 };
 
+template <class Body>
+void run_parallel(ParallelFor parallel_for, int64_t end, int64_t grain, const Body& body) {
+  if (end == 0) return;
+  const ParallelBody call = [](int64_t b, int64_t e, void* context) { (*static_cast<const Body*>(context))(b, e); };
+  void* context = const_cast<void*>(static_cast<const void*>(&body));
+  if (parallel_for(0, end, std::max<int64_t>(grain, 1), call, context) != 0) throw_parallel_error();
+}
+
 }  // namespace
 
 void backward(const BackwardParams& params, ParallelFor parallel_for) {
@@ -76,7 +84,7 @@ void backward(const BackwardParams& params, ParallelFor parallel_for) {
   const int64_t hot_tokens = std::max<int64_t>(2 * kSumChunk, tokens / 32);
   const RowPlan plan(params, hot_tokens);
   char* out = static_cast<char*>(params.out);
-  run_parallel(parallel_for, 0, plan.total(), kGrainElements / std::max<int64_t>(width, 1),
+  run_parallel(parallel_for, plan.total(), kGrainElements / std::max<int64_t>(width, 1),
                [&](int64_t begin, int64_t end) {
                  plan.each(
                      begin, end, hot_tokens,
@@ -89,7 +97,7 @@ void backward(const BackwardParams& params, ParallelFor parallel_for) {
 
   constexpr int64_t kColumns = 128;  // of a hot segment, for one thread
   const int64_t slices = (width + kColumns - 1) / kColumns;
-  run_parallel(parallel_for, 0, static_cast<int64_t>(plan.hot().size()) * slices, 1, [&](int64_t begin, int64_t end) {
+  run_parallel(parallel_for, static_cast<int64_t>(plan.hot().size()) * slices, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t column = i % slices * kColumns;
       kernels.sum_segment(params, false, plan.hot()[i / slices], column, std::min(width, column + kColumns));

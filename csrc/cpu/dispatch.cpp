@@ -82,12 +82,11 @@ int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows) {
 const Kernels& active_kernels() { return *active().load(std::memory_order_relaxed)->kernels; }
 
 void forward(const ForwardParams& params, ParallelFor parallel_for) {
-  const Kernels& kernels = active_kernels();
-  const int64_t width = params.encoding.columns.width;
-  const int64_t tokens = params.tokens.count();
-  const bool stream = tokens * width * element_size(params.dtype) >= kStreamBytes;
-  run_parallel(parallel_for, 0, tokens, kGrainElements / std::max<int64_t>(width, 1),
-               [&](int64_t begin, int64_t end) { kernels.forward(params, stream, begin, end); });
+  const int64_t width = params.encoding.columns.width, tokens = params.tokens.count();
+  if (tokens == 0) return;
+  ForwardCall call{params, tokens * width * element_size(params.dtype) >= kStreamBytes};
+  const int64_t grain = std::max<int64_t>(kGrainElements / width, 1);
+  if (parallel_for(0, tokens, grain, active_kernels().forward, &call) != 0) throw_parallel_error();
 }
 
 }  // namespace posenc::cpu

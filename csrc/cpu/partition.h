@@ -1,7 +1,7 @@
 // How work is split over threads, and when stores bypass the cache.
 #pragma once
 
-#include <algorithm>
+#include <stdexcept>
 
 #include "kernels/kernels.h"
 
@@ -9,11 +9,8 @@ namespace posenc::cpu {
 
 const Kernels& active_kernels();
 
-template <class Body>
-void run_parallel(ParallelFor parallel_for, int64_t begin, int64_t end, int64_t grain, const Body& body) {
-  if (begin >= end) return;
-  const ParallelBody call = [](int64_t b, int64_t e, void* context) { (*static_cast<const Body*>(context))(b, e); };
-  parallel_for(begin, end, std::max<int64_t>(grain, 1), call, const_cast<void*>(static_cast<const void*>(&body)));
+[[noreturn]] inline void throw_parallel_error() {
+  throw std::runtime_error("posenc_ext: torch could not run a loop over its threads");
 }
 
 // Elements one thread should have at the least; torch uses the same for its elementwise loops.

@@ -1,5 +1,6 @@
 // The forward ops. A gathered, a dense and no base term share one function, from the arguments to the kernel.
 
+#include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
 #include "../frequency.h"
@@ -138,7 +139,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   params.out_strides = *token_strides(result, axes, sequence_first);
   if (like.is_cpu()) {
     params.encoding.frequencies = table->view();
-    cpu::forward(params, torch_threads);
+    cpu::forward(params, torch_parallel_for);
     return result;
   }
   const CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);

@@ -1,5 +1,6 @@
 // The weight gradient of embed, dense and sparse.
 
+#include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
 #include <numeric>
@@ -67,7 +68,7 @@ Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double tok
   if (grad.is_cpu()) {
     const SortedSegments segments = sort_into_segments(prepared.tokens);
     prepared.params.segments = segments.view();
-    cpu::backward(prepared.params, torch_threads);
+    cpu::backward(prepared.params, torch_parallel_for);
     return out;
   }
   CudaCall call(cuda::Op::embed_backward, grad);
@@ -95,7 +96,7 @@ std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int6
     std::copy(segments.row.begin(), segments.row.end(), rows_of(result));
     std::iota(segments.row.begin(), segments.row.end(), 0);  // segment s is row s of the values
     prepared.params.segments = segments.view();
-    cpu::backward(prepared.params, torch_threads);
+    cpu::backward(prepared.params, torch_parallel_for);
     return result;
   }
   if (prepared.tokens.count == 0) return new_result(0);

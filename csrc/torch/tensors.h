@@ -1,4 +1,4 @@
-// Torch tensors as the kernels need to know them: tokens, strides, new tensors, threads.
+// Torch tensors as the kernels need to know them: tokens, strides, new tensors.
 #pragma once
 
 #include <optional>
@@ -6,10 +6,6 @@
 #include "checks.h"
 
 namespace posenc {
-
-inline void torch_threads(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context) {
-  torch_parallel_for(begin, end, grain, body, context);
-}
 
 // Token axes of any number merge into [batch, seq]: seq is the last one or, sequence-first, the first.
 inline Tokens tokens_of(IntHeaderOnlyArrayRef sizes, bool sequence_first) {

@@ -443,30 +443,26 @@ class ForwardLoop {
   RunningPhases phases_;
 };
 
-template <class T, Source source, bool stream>
-void forward_tokens(const ForwardParams& params, int64_t begin, int64_t end) {
-  ForwardLoop<T, source, stream> loop(params);
-  if (params.positions.shared() && params.tokens.batch > 1) {
-    loop.shared_encodings(begin, end);
-  } else {
-    loop.own_encodings(begin, end);
-  }
-  if (stream) end_stream();
-}
-
-template <class T>
-void forward_typed(const ForwardParams& params, bool stream, int64_t begin, int64_t end) {
-  const auto run = [&](auto source) {
-    stream ? forward_tokens<T, source.value, true>(params, begin, end)
-           : forward_tokens<T, source.value, false>(params, begin, end);
+void forward(int64_t begin, int64_t end, void* context) {
+  const cpu::ForwardCall& call = *static_cast<const cpu::ForwardCall*>(context);
+  const ForwardParams& params = call.params;
+  const auto run = [&](auto element, auto source, auto stream) {
+    ForwardLoop<decltype(element), source.value, stream.value> loop(params);
+    if (params.positions.shared() && params.tokens.batch > 1) {
+      loop.shared_encodings(begin, end);
+    } else {
+      loop.own_encodings(begin, end);
+    }
+    if (stream.value) end_stream();
   };
-  switch (params.source) {
-    case Source::gathered: return run(std::integral_constant<Source, Source::gathered>{});
-    case Source::dense: return run(std::integral_constant<Source, Source::dense>{});
-    case Source::none: return run(std::integral_constant<Source, Source::none>{});
-  }
-}
-
-void forward(const ForwardParams& params, bool stream, int64_t begin, int64_t end) {
-  with_element(params.dtype, [&](auto element) { forward_typed<decltype(element)>(params, stream, begin, end); });
+  const auto with_source = [&](auto element, auto source) {
+    call.stream ? run(element, source, std::true_type{}) : run(element, source, std::false_type{});
+  };
+  with_element(params.dtype, [&](auto element) {
+    switch (params.source) {
+      case Source::gathered: return with_source(element, std::integral_constant<Source, Source::gathered>{});
+      case Source::dense: return with_source(element, std::integral_constant<Source, Source::dense>{});
+      case Source::none: return with_source(element, std::integral_constant<Source, Source::none>{});
+    }
+  });
 }

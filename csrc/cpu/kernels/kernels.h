@@ -5,9 +5,14 @@
 
 namespace posenc::cpu {
 
+struct ForwardCall {
+  const ForwardParams& params;
+  bool stream;  // stores bypass the cache
+};
+
 struct Kernels {
-  // Tokens [begin, end) in the order of forward.inl.
-  void (*forward)(const ForwardParams& params, bool stream, int64_t begin, int64_t end);
+  // Tokens [begin, end) of a ForwardCall, in the order of TokenLoop.
+  ParallelBody forward;
   // The row of out that belongs to one segment: its sum, for the columns [first_column, last_column).
   void (*sum_segment)(const BackwardParams& params, bool stream, int64_t segment, int64_t first_column,
                       int64_t last_column);
