@@ -64,10 +64,9 @@ class Convention:
 
     def spec(self, precision: str | None = None, batch_first: bool = True) -> Spec:
         """The arguments of the ops; `precision` overrides the convention's own."""
-        key = (precision, bool(batch_first))
-        if key not in self._specs:
+        if precision is not None and precision not in PRECISIONS:
             raise ValueError(_unknown("precision", precision, PRECISIONS))
-        return self._specs[key]
+        return self._specs[precision, True if batch_first else False]
 
     @functools.cached_property
     def _specs(self) -> dict[tuple[str | None, bool], Spec]:

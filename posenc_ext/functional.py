@@ -18,7 +18,7 @@ from posenc_ext import _C
 from posenc_ext.conventions import DIVISORS, Convention, resolve
 from posenc_ext.ops import add as _add
 from posenc_ext.ops import embed as _embed
-from posenc_ext.ops.call import EmbedCall, broadcast_positions, check_offset, resolve_positions
+from posenc_ext.ops.call import EmbedCall, broadcast_positions, check_offset, new_embed_call
 
 _ops = torch.ops.posenc_ext
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
@@ -80,18 +80,23 @@ def embed(
     """
     chosen = resolve(convention)
     base, flags = chosen.spec(precision, batch_first)
-    positions, offset = resolve_positions("embed", positions, offset, chosen.first_position, input.shape, batch_first)
-    call = EmbedCall(
-        weight,
-        input,
-        positions,
-        offset,
-        _default_scale(weight) if token_scale is None else token_scale,
-        base,
-        flags,
-        -1 if padding_idx is None else _row_of(padding_idx, weight),
-        scale_grad_by_freq,
-        sparse,
+    if positions is None:
+        offset = offset + chosen.first_position
+    else:
+        positions = broadcast_positions(positions, input.shape, batch_first, "embed")
+    call = new_embed_call(
+        (
+            weight,
+            input,
+            positions,
+            offset,
+            _default_scale(weight) if token_scale is None else token_scale,
+            base,
+            flags,
+            -1 if padding_idx is None else _row_of(padding_idx, weight),
+            scale_grad_by_freq,
+            sparse,
+        )
     )
     if max_norm is None and out is None:
         return _embed.run(call)
@@ -149,12 +154,14 @@ def add_positional_encoding(
     """
     chosen = resolve(convention)
     spec = chosen.spec(precision, batch_first)
-    positions, offset = resolve_positions(
-        "add_positional_encoding", positions, offset, chosen.first_position, x.shape[:-1], batch_first
-    )
+    if positions is None:
+        offset = offset + chosen.first_position
+    else:
+        positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
     if out is None:
         return _add.run(x, positions, offset, spec)
     _refuse_gradient("add_positional_encoding", x=x, out=out)
+    check_offset("add_positional_encoding", offset)
     _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
     return _bump_version(out)
 
@@ -260,6 +267,7 @@ def _sizes(weight: Tensor) -> torch.Size:
 
 def _embed_in_place(call: EmbedCall, max_norm: float | None, norm_type: float, out: Tensor | None) -> Tensor:
     """An embed that writes: to the rows of weight that are too long, or to out."""
+    check_offset("embed", call.offset)
     weight, input, positions, offset, token_scale, base, flags, *_ = call
     if out is not None:
         _refuse_gradient("embed", weight=weight, out=out)

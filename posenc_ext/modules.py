@@ -266,9 +266,10 @@ class TransformerEmbedding(nn.Module):
 
     def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
         """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; the rest as in `functional`."""
+        weight = self._parameters.get("weight")  # a microsecond less than self.weight, which nn.Module searches for
         y = functional.embed(
             x,
-            self.weight,
+            self.weight if weight is None else weight,
             offset=offset,
             positions=positions,
             token_scale=self.token_scale,

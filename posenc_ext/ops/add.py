@@ -10,6 +10,7 @@ from torch import Tensor
 
 from posenc_ext.conventions import Spec
 from posenc_ext.ops import compose
+from posenc_ext.ops.call import check_offset
 
 _add = torch.ops.posenc_ext.add_positional_encoding.default
 _add_fwd = torch.ops.posenc_ext._add_positional_encoding_fwd.default
@@ -18,17 +19,17 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def run(x: Tensor, positions: Tensor | None, offset: int, spec: Spec) -> Tensor:
-    """X + encoding(positions + offset), differentiable in x; positions as `resolve_positions` gives them."""
-    base, flags = spec
+    """X + encoding(positions + offset), differentiable in x; positions, where given, have the shape of the tokens."""
+    result: Tensor
+    if _is_compiling() and not compose.needed():
+        result = _add(x, positions, offset, *spec)
+        return result
+    check_offset("add_positional_encoding", offset)
     if compose.needed():
         return compose.add(x, positions, offset, spec)
-    result: Tensor
-    if _is_compiling():
-        result = _add(x, positions, offset, base, flags)
-    elif x.requires_grad and _grad_enabled():
-        result = _apply(x, positions, offset, base, flags)
-    else:
-        result = _add_fwd(x, positions, offset, base, flags)
+    if x.requires_grad and _grad_enabled():
+        return _apply(x, positions, offset, *spec)
+    result = _add_fwd(x, positions, offset, *spec)
     return result
 
 

@@ -10,31 +10,32 @@ import torch
 from torch import Tensor
 
 from posenc_ext.ops import compose
-from posenc_ext.ops.call import EmbedCall, GradientCall, by_name
+from posenc_ext.ops.call import EmbedCall, GradientCall, by_name, check_offset
 
 _ops = torch.ops.posenc_ext
 _embed = _ops.embed.default
 _embed_fwd = _ops._embed_fwd.default
+_FORWARD = len(_embed_fwd._schema.arguments)  # it takes the first ones of a call; the others shape the gradient
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 
 
 def run(call: EmbedCall) -> Tensor:
     """The layer, differentiable in weight."""
-    if compose.needed():
-        return compose.embed(call)
     result: Tensor
-    if _is_compiling():
+    if _is_compiling() and not compose.needed():
         if call.sparse:
             raise NotImplementedError(
                 "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
             )
         result = _embed(*call)
-    elif call.weight.requires_grad and _grad_enabled():
-        result = _apply(*call)
-    else:
-        weight, input, positions, offset, token_scale, base, flags, *_ = call
-        result = _embed_fwd(weight, input, positions, offset, token_scale, base, flags)
+        return result
+    check_offset("embed", call.offset)
+    if compose.needed():
+        return compose.embed(call)
+    if call.weight.requires_grad and _grad_enabled():
+        return _apply(*call)
+    result = _embed_fwd(*call[:_FORWARD])
     return result
 
 
@@ -47,11 +48,10 @@ def _save(ctx: Any, call: EmbedCall) -> None:
 class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
+        result = _embed_fwd(*args[:_FORWARD])
         call = EmbedCall(*args)
-        weight, input, positions, offset, token_scale, base, flags, *_ = call
-        result = _embed_fwd(weight, input, positions, offset, token_scale, base, flags)
         _save(ctx, call)
-        ctx.leaf = weakref.ref(weight) if call.sparse and weight.is_leaf else None
+        ctx.leaf = weakref.ref(call.weight) if call.sparse and call.weight.is_leaf else None
         return result
 
     @staticmethod
