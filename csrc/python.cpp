@@ -1,5 +1,5 @@
 // The module posenc_ext._C: what was built, which instruction set runs, and the kernels without torch around them.
-// Importing it also registers the ops (ops.cpp is linked into the same library).
+// Importing it also registers the ops, since csrc/torch is linked into the same library.
 
 // This file takes nothing from torch, and the pybind11 that torch carries refuses to be used beside its stable ABI.
 #undef TORCH_TARGET_VERSION
@@ -8,15 +8,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "cpu/backend.h"
+#include <limits>
+
+#include "cpu/dispatch.h"
 #include "cuda/backend.h"
 #include "frequency.h"
 #include "sinusoid.h"
+#include "spec.h"
 
-#ifndef POSENC_TORCH_VERSION
-#define POSENC_TORCH_VERSION "unknown"
-#endif
-#ifndef POSENC_CUDA_ARCHS
+#ifndef POSENC_CUDA_ARCHS  // a build without CUDA
 #define POSENC_CUDA_ARCHS ""
 #endif
 
@@ -35,14 +35,14 @@ SinCos<double> sincos_of(uint64_t phase) { return sincos_of_phase64(phase); }
 
 template <class Phase>
 py::tuple sincos_of_phases(const Array<Phase>& phases) {
-  using Real = decltype(sincos_of(Phase{}).sin);
-  Array<Real> sines(phases.size()), cosines(phases.size());
+  using value_t = decltype(sincos_of(Phase{}).sin);
+  Array<value_t> sines(phases.size()), cosines(phases.size());
   const Phase* from = phases.data();
-  Real *s = sines.mutable_data(), *c = cosines.mutable_data();
+  value_t *s = sines.mutable_data(), *c = cosines.mutable_data();
   for (py::ssize_t i = 0; i < phases.size(); ++i) {
-    const SinCos<Real> wave = sincos_of(from[i]);
-    s[i] = wave.sin;
-    c[i] = wave.cos;
+    const SinCos<value_t> result = sincos_of(from[i]);
+    s[i] = result.sin;
+    c[i] = result.cos;
   }
   return py::make_tuple(sines, cosines);
 }
@@ -50,9 +50,9 @@ py::tuple sincos_of_phases(const Array<Phase>& phases) {
 py::tuple sincos_of_angles(const Array<float>& angles) {
   Array<float> sines(angles.size()), cosines(angles.size());
   for (py::ssize_t i = 0; i < angles.size(); ++i) {
-    const SinCos<float> wave = sincos_of_angle(angles.data()[i]);
-    sines.mutable_data()[i] = wave.sin;
-    cosines.mutable_data()[i] = wave.cos;
+    const SinCos<float> result = sincos_of_angle(angles.data()[i]);
+    sines.mutable_data()[i] = result.sin;
+    cosines.mutable_data()[i] = result.cos;
   }
   return py::make_tuple(sines, cosines);
 }
@@ -71,23 +71,23 @@ py::dict frequency_table(double base, int64_t divisor, int64_t width, int64_t pa
 }
 
 void embed_raw(uintptr_t weight, uintptr_t ids, uintptr_t out, int64_t batch, int64_t length, int64_t width,
-               int64_t dtype, int64_t offset, double token_scale, double base, int64_t divisor, int64_t layout,
-               int64_t odd, int64_t precision) {
+               int64_t dtype, int64_t offset, double token_scale, double base, int64_t flags) {
+  const Spec spec(base, flags, "embed_raw");
   ForwardParams params;
-  params.grid = {batch, length, 1};
+  params.tokens = {batch, length, {length, 1}};
+  params.encoding = {spec.columns(width), spec.precision, {}};
+  params.positions.offset = offset;
   params.dtype = static_cast<Dtype>(dtype);
   params.source = Source::gathered;
   params.base = reinterpret_cast<const void*>(weight);
   params.ids = {reinterpret_cast<const void*>(ids), true};
+  params.rows = std::numeric_limits<int64_t>::max();
   params.row_stride = width;
   params.out = reinterpret_cast<void*>(out);
-  params.out_strides = {length * width, width, 0};
+  params.out_strides = {length * width, width};
   params.token_scale = token_scale;
-  params.waves.offset = offset;
-  params.waves.layout = Layout::make(static_cast<LayoutKind>(layout), static_cast<OddRule>(odd), width);
-  params.waves.precision = static_cast<Precision>(precision);
-  const auto table = frequencies(base, static_cast<Divisor>(divisor), width, params.waves.layout.pairs());
-  params.waves.frequencies = table->view();
+  const auto table = frequencies(base, spec.divisor, frequency_width(spec.odd, width), params.encoding.columns.pairs());
+  params.encoding.frequencies = table->view();
   const py::gil_scoped_release unlocked;
   cpu::forward(params, serial);
 }
@@ -97,11 +97,7 @@ py::dict build_info() {
   info["compiler"] = __VERSION__;
   info["torch_built_with"] = POSENC_TORCH_VERSION;
   info["cuda_archs"] = POSENC_CUDA_ARCHS;
-#if defined(POSENC_WITH_CUDA)
-  info["cuda"] = true;
-#else
-  info["cuda"] = false;
-#endif
+  info["cuda"] = !std::string(POSENC_CUDA_ARCHS).empty();
   return info;
 }
 
@@ -122,9 +118,9 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("name"), "Use one of available_isas() from now on, process-wide. Results do not depend on it.");
   m.def("check_errors", &cuda::check_errors, py::call_guard<py::gil_scoped_release>(),
-        "Wait for every CUDA device in use and raise IndexError for a bad id that one has found.");
+        "Wait for every CUDA device in use and raise IndexError for an out-of-range index that one has found.");
   m.def("frequency_table", &frequency_table, py::arg("base"), py::arg("divisor"), py::arg("width"), py::arg("pairs"),
-        "The frequencies of a recipe: 'turns' uint32 [4, pairs], the bits of w / 2pi; 'angular' float32 [pairs], w of "
+        "The frequencies of a spec: 'turns' uint32 [4, pairs], the bits of w / 2pi; 'angular' float32 [pairs], w of "
         "precision reference.");
   m.def("sincos_of_phase32", &sincos_of_phases<uint32_t>, py::arg("phases"),
         "(sin, cos) float32 of 2pi * phases / 2^32.");
@@ -134,10 +130,9 @@ PYBIND11_MODULE(_C, m) {
         "(sin, cos) float32 of non-negative float32 angles in radians, below 2^87.");
   m.def("embed_raw", &embed_raw, py::arg("weight"), py::arg("ids"), py::arg("out"), py::arg("batch"), py::arg("length"),
         py::arg("width"), py::arg("dtype"), py::arg("offset"), py::arg("token_scale"), py::arg("base"),
-        py::arg("divisor"), py::arg("layout"), py::arg("odd"), py::arg("precision"),
-        "The forward kernel on one thread, on raw addresses of contiguous buffers, int64 ids; nothing is checked. "
-        "dtype: 0 float32, 1 float64, "
-        "2 bfloat16, 3 float16. For microbenchmarks.");
+        py::arg("flags"),
+        "The forward kernel on one thread, on raw addresses of contiguous buffers, int64 ids; no address and no id is "
+        "checked. dtype: 0 float32, 1 float64, 2 bfloat16, 3 float16. For microbenchmarks.");
 }
 
 }  // namespace posenc

@@ -23,8 +23,5 @@ def embed_raw(
     offset: int,
     token_scale: float,
     base: float,
-    divisor: int,
-    layout: int,
-    odd: int,
-    precision: int,
+    flags: int,
 ) -> None: ...

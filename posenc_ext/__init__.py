@@ -5,13 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 from posenc_ext import functional
 from posenc_ext.conventions import CONVENTIONS, Convention
 from posenc_ext.errors import check_errors
-from posenc_ext.modules import (
-    Embeddings,
-    LearnedPositionalEmbedding,
-    PositionalEncoding,
-    TransformerEmbedding,
-    fuse,
-)
+from posenc_ext.fuse import fuse
+from posenc_ext.modules import Embeddings, LearnedPositionalEmbedding, PositionalEncoding, TransformerEmbedding
 from posenc_ext.reference import get_sinusoidal_positional_encoding
 from posenc_ext.vocabulary import Vocabulary
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc_ext import ops
+from posenc_ext import functional
 from posenc_ext.conventions import CONVENTIONS, Convention
 
 # Names under which projects save a table of encodings: the Annotated Transformer and ESPnet; PyTorch's tutorials;
@@ -31,7 +31,7 @@ def matches(table: Tensor, convention: Convention) -> bool:
     rows = table.double()
     for start in {0, convention.first_position}:
         positions = torch.arange(start, start + rows.shape[0], device=table.device)
-        expected = ops.positional_encoding(positions, rows.shape[1], 0, convention.recipe(), torch.float64)
+        expected = functional.positional_encoding(positions, rows.shape[1], convention=convention, dtype=torch.float64)
         tolerance = 2 * torch.finfo(table.dtype).eps + 1e-6 + 4e-7 * positions.unsqueeze(1)
         right = ((rows - expected).abs() <= tolerance).all(dim=1)
         padding = convention.first_position - 1 - start

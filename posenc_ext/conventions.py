@@ -1,4 +1,4 @@
-"""The named recipes of the field, as data.
+"""The named conventions of the field, as data.
 
 A convention says what a position encoding holds; `PositionalEncoding`, `TransformerEmbedding` and the functional forms
 take its name, or a `Convention` of one's own (`dataclasses.replace(CONVENTIONS["vaswani"], base=500.0)`).
@@ -7,26 +7,34 @@ take its name, or a `Convention` of one's own (`dataclasses.replace(CONVENTIONS[
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import NamedTuple
 
-# The numbers the ops take (csrc/layout.h, csrc/params.h).
+# The codes of the names, each a field of four bits in `Spec.flags` (csrc/encoding.h, csrc/spec.h).
 DIVISORS = {"d": 0, "half_minus_1": 1}
 LAYOUTS = {"interleaved": 0, "sin_cos": 1, "cos_sin": 2}
 ODD_RULES = {"sine": 0, "zero": 1, "round_up": 2}
 PRECISIONS = {"exact": 0, "reference": 1}
 
-# (base, flags) as every op takes them. Flags hold two bits each for divisor, layout, odd rule and precision, from the
-# lowest, and one bit for sequence-first (struct Recipe in csrc/ops.cpp).
-Recipe = tuple[float, int]
-SEQUENCE_FIRST = 1 << 8
+SEQUENCE_FIRST = 1 << 17
+_VERSION = 1 << 20  # of every number but those of 0.1, which csrc/spec.h decodes
 
-# The recipe of no encoding at all: `embed` with it is token_scale * weight[input].
-NO_WAVES: Recipe = (10000.0, 3 << 2)
+
+class Spec(NamedTuple):
+    """An encoding as every op takes it."""
+
+    base: float
+    flags: int
+
+
+# `embed` with it is token_scale * weight[input].
+NO_ENCODING = Spec(10000.0, _VERSION | 1 << 16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Convention:
-    """A recipe for sinusoidal position encodings of width D.
+    """What a sinusoidal position encoding of width D holds.
 
     Attributes:
         divisor: `"d"`: w_k = base^(-2k/D), the paper; `"half_minus_1"`: w_k = base^(-k/(D/2-1)), tensor2tensor.
@@ -50,27 +58,36 @@ class Convention:
 
     def __post_init__(self) -> None:
         """Refuse what no op would take."""
-        for field, allowed in (
-            ("divisor", DIVISORS),
-            ("layout", LAYOUTS),
-            ("odd", ODD_RULES),
-            ("precision", PRECISIONS),
-        ):
-            _choice(field, getattr(self, field), allowed)
         if not (math.isfinite(self.base) and self.base >= 1):
             raise ValueError(f"posenc_ext.Convention: base must be finite and at least 1, got {self.base}")
+        self._specs  # noqa: B018  (made here, so that a call has only to look it up)
 
-    def recipe(self, precision: str | None = None, batch_first: bool = True) -> Recipe:
+    def spec(self, precision: str | None = None, batch_first: bool = True) -> Spec:
         """The arguments of the ops; `precision` overrides the convention's own."""
-        chosen = _choice("precision", self.precision if precision is None else precision, PRECISIONS)
-        flags = DIVISORS[self.divisor] | LAYOUTS[self.layout] << 2 | ODD_RULES[self.odd] << 4 | chosen << 6
-        return float(self.base), flags if batch_first else flags | SEQUENCE_FIRST
+        key = (precision, bool(batch_first))
+        if key not in self._specs:
+            raise ValueError(_unknown("precision", precision, PRECISIONS))
+        return self._specs[key]
+
+    @functools.cached_property
+    def _specs(self) -> dict[tuple[str | None, bool], Spec]:
+        names = (("divisor", DIVISORS), ("layout", LAYOUTS), ("odd", ODD_RULES), ("precision", PRECISIONS))
+        for field, codes in names:
+            if getattr(self, field) not in codes:
+                raise ValueError(_unknown(field, getattr(self, field), codes))
+        flags = _VERSION | DIVISORS[self.divisor] | LAYOUTS[self.layout] << 4 | ODD_RULES[self.odd] << 8
+        return {
+            (name, batch_first): Spec(
+                float(self.base),
+                flags | PRECISIONS[name or self.precision] << 12 | (0 if batch_first else SEQUENCE_FIRST),
+            )
+            for name in (None, *PRECISIONS)
+            for batch_first in (True, False)
+        }
 
 
-def _choice(argument: str, value: str, allowed: dict[str, int]) -> int:
-    if value not in allowed:
-        raise ValueError(f"posenc_ext: {argument} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-    return allowed[value]
+def _unknown(argument: str, value: object, codes: dict[str, int]) -> str:
+    return f"posenc_ext: {argument} must be one of {', '.join(map(repr, codes))}, got {value!r}"
 
 
 # What each project builds. Sources: Vaswani et al. 2017, section 3.5, and the projects' own code.

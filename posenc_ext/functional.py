@@ -14,12 +14,19 @@ import math
 import torch
 from torch import Tensor
 
-from posenc_ext import _C, ops
-from posenc_ext.conventions import DIVISORS, NO_WAVES, Convention, Recipe, resolve
+from posenc_ext import _C
+from posenc_ext.conventions import DIVISORS, Convention, resolve
+from posenc_ext.ops import add as _add
+from posenc_ext.ops import embed as _embed
+from posenc_ext.ops.call import EmbedCall, broadcast_positions, check_offset, resolve_positions
+
+_ops = torch.ops.posenc_ext
+torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
 
 __all__ = [
     "add_positional_encoding",
     "angular_frequencies",
+    "broadcast_positions",
     "embed",
     "positional_encoding",
     "scaled_embedding",
@@ -72,24 +79,23 @@ def embed(
         NotImplementedError: `sparse=True` inside torch.compile or torch.export.
     """
     chosen = resolve(convention)
-    if weight.dim() != 2:
-        raise ValueError(
-            f"posenc_ext::embed: weight must have 2 dimensions [vocab_size, d_model], got shape {list(weight.shape)}"
-        )
-    return _embed(
-        input,
+    base, flags = chosen.spec(precision, batch_first)
+    positions, offset = resolve_positions("embed", positions, offset, chosen.first_position, input.shape, batch_first)
+    call = EmbedCall(
         weight,
-        positions if positions is None else _spread(positions, input.shape, batch_first, "embed"),
-        offset if positions is not None else offset + chosen.first_position,
-        token_scale,
-        chosen.recipe(precision, batch_first),
-        padding_idx,
-        max_norm,
-        norm_type,
+        input,
+        positions,
+        offset,
+        _default_scale(weight) if token_scale is None else token_scale,
+        base,
+        flags,
+        -1 if padding_idx is None else _row_of(padding_idx, weight),
         scale_grad_by_freq,
         sparse,
-        out,
     )
+    if max_norm is None and out is None:
+        return _embed.run(call)
+    return _embed_in_place(call, max_norm, norm_type, out)
 
 
 def scaled_embedding(
@@ -105,52 +111,17 @@ def scaled_embedding(
     out: Tensor | None = None,
 ) -> Tensor:
     """`weight[input] * token_scale` in one pass: `embed` without an encoding. Arguments and errors as there."""
-    if weight.dim() != 2:
-        raise ValueError(
-            f"posenc_ext::embed: weight must have 2 dimensions [vocab_size, d_model], got shape {list(weight.shape)}"
-        )
-    return _embed(
-        input,
+    call = EmbedCall(
         weight,
-        None,
-        0,
-        token_scale,
-        NO_WAVES,
-        padding_idx,
-        max_norm,
-        norm_type,
-        scale_grad_by_freq,
-        sparse,
-        out,
+        input,
+        token_scale=_default_scale(weight) if token_scale is None else token_scale,
+        padding_idx=-1 if padding_idx is None else _row_of(padding_idx, weight),
+        scale_grad_by_freq=scale_grad_by_freq,
+        sparse=sparse,
     )
-
-
-def _embed(
-    input: Tensor,
-    weight: Tensor,
-    positions: Tensor | None,
-    offset: int,
-    token_scale: float | None,
-    recipe: Recipe,
-    padding_idx: int | None,
-    max_norm: float | None,
-    norm_type: float,
-    scale_grad_by_freq: bool,
-    sparse: bool,
-    out: Tensor | None,
-) -> Tensor:
-    if token_scale is None:
-        token_scale = math.sqrt(weight.shape[1])
-    pad = -1 if padding_idx is None else _row_of(padding_idx, weight.shape[0])
-    if out is not None:
-        _refuse_gradient("embed", weight=weight, out=out)
-    if max_norm is not None:
-        _renormalise(weight, input, positions, offset, recipe, out, max_norm, norm_type)
-    if out is not None:
-        ops.check_offset("embed", offset)
-        torch.ops.posenc_ext.embed_out(weight, input, positions, offset, token_scale, *recipe, out)
-        return _written(out)
-    return ops.embed(weight, input, positions, offset, token_scale, recipe, pad, scale_grad_by_freq, sparse)
+    if max_norm is None and out is None:
+        return _embed.run(call)
+    return _embed_in_place(call, max_norm, norm_type, out)
 
 
 def add_positional_encoding(
@@ -177,17 +148,15 @@ def add_positional_encoding(
         ValueError: an argument that does not fit.
     """
     chosen = resolve(convention)
-    recipe = chosen.recipe(precision, batch_first)
-    if positions is None:
-        offset = offset + chosen.first_position
-    else:
-        positions = _spread(positions, x.shape[:-1], batch_first, "add_positional_encoding")
-    if out is not None:
-        _refuse_gradient("add_positional_encoding", x=x, out=out)
-        ops.check_offset("add_positional_encoding", offset)
-        torch.ops.posenc_ext.add_positional_encoding_out(x, positions, offset, *recipe, out)
-        return _written(out)
-    return ops.add_positional_encoding(x, positions, offset, recipe)
+    spec = chosen.spec(precision, batch_first)
+    positions, offset = resolve_positions(
+        "add_positional_encoding", positions, offset, chosen.first_position, x.shape[:-1], batch_first
+    )
+    if out is None:
+        return _add.run(x, positions, offset, spec)
+    _refuse_gradient("add_positional_encoding", x=x, out=out)
+    _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
+    return _bump_version(out)
 
 
 def positional_encoding(
@@ -236,13 +205,14 @@ def positional_encoding(
                 f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} "
                 "exceeds the int64 range"
             )
-    ops.check_offset("positional_encoding", offset)
-    recipe = chosen.recipe(precision)
-    if out is not None:
-        _refuse_gradient("positional_encoding", out=out)
-        torch.ops.posenc_ext.positional_encoding_out(positions, d_model, offset, *recipe, out)
-        return _written(out)
-    return ops.positional_encoding(positions, d_model, offset, recipe, dtype or torch.get_default_dtype())
+    check_offset("positional_encoding", offset)
+    spec = chosen.spec(precision)
+    if out is None:
+        result: Tensor = _ops.positional_encoding(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
+        return result
+    _refuse_gradient("positional_encoding", out=out)
+    _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
+    return _bump_version(out)
 
 
 def angular_frequencies(
@@ -256,7 +226,7 @@ def angular_frequencies(
     if d_model < 1:
         raise ValueError(f"posenc_ext.angular_frequencies: d_model must be positive, got {d_model}")
     chosen = resolve(convention)
-    chosen.recipe(precision)  # refuses an unknown precision
+    chosen.spec(precision)  # refuses an unknown precision
     width = d_model + d_model % 2 if chosen.odd == "round_up" else d_model
     pairs = d_model // 2 if chosen.odd == "zero" else (d_model + 1) // 2
     table = _C.frequency_table(chosen.base, DIVISORS[chosen.divisor], width, pairs)
@@ -269,49 +239,44 @@ def angular_frequencies(
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _spread(positions: Tensor, token_shape: torch.Size, batch_first: bool, op: str) -> Tensor:
-    """Positions as a view of the shape of the token axes."""
-    if positions.shape == token_shape:
-        return positions
-    given = positions
-    if positions.dim() == 1 and not batch_first and len(token_shape) > 1:
-        positions = positions.reshape([-1] + [1] * (len(token_shape) - 1))
-    # Not by catching what expand raises: a traced call would not get there.
-    pairs = zip(reversed(positions.shape), reversed(token_shape), strict=False)
-    if positions.dim() > len(token_shape) or any(size not in (1, tokens) for size, tokens in pairs):
+def _default_scale(weight: Tensor) -> float:
+    return math.sqrt(_sizes(weight)[1])
+
+
+def _row_of(padding_idx: int, weight: Tensor) -> int:
+    rows = _sizes(weight)[0]
+    if not -rows <= padding_idx < rows:
+        raise ValueError(f"posenc_ext::embed: padding_idx must lie in [{-rows}, {rows}), got {padding_idx}")
+    return padding_idx + rows if padding_idx < 0 else padding_idx
+
+
+def _sizes(weight: Tensor) -> torch.Size:
+    if weight.dim() != 2:
         raise ValueError(
-            f"posenc_ext::{op}: positions must be broadcastable to the tokens {list(token_shape)}, or 1-D along the "
-            f"sequence, got shape {list(given.shape)}"
+            f"posenc_ext::embed: weight must have 2 dimensions [vocab_size, d_model], got shape {list(weight.shape)}"
         )
-    return positions.expand(token_shape)
+    return weight.shape
 
 
-def _row_of(padding_idx: int, vocab_size: int) -> int:
-    if not -vocab_size <= padding_idx < vocab_size:
-        raise ValueError(f"posenc_ext::embed: padding_idx must lie in [{-vocab_size}, {vocab_size}), got {padding_idx}")
-    return padding_idx + vocab_size if padding_idx < 0 else padding_idx
+def _embed_in_place(call: EmbedCall, max_norm: float | None, norm_type: float, out: Tensor | None) -> Tensor:
+    """An embed that writes: to the rows of weight that are too long, or to out."""
+    weight, input, positions, offset, token_scale, base, flags, *_ = call
+    if out is not None:
+        _refuse_gradient("embed", weight=weight, out=out)
+    if max_norm is not None:
+        if not max_norm > 0:
+            raise ValueError(f"posenc_ext::embed: max_norm must be positive, got {max_norm}")
+        # Whatever the call would refuse must be refused before the rows are scaled.
+        _ops.check_embed(weight, input, positions, offset, base, flags, out)
+        with torch.no_grad():
+            torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
+    if out is None:
+        return _embed.run(call)
+    _ops.embed_out(weight, input, positions, offset, token_scale, base, flags, out)
+    return _bump_version(out)
 
 
-def _renormalise(
-    weight: Tensor,
-    input: Tensor,
-    positions: Tensor | None,
-    offset: int,
-    recipe: Recipe,
-    out: Tensor | None,
-    max_norm: float,
-    norm_type: float,
-) -> None:
-    if not max_norm > 0:
-        raise ValueError(f"posenc_ext::embed: max_norm must be positive, got {max_norm}")
-    # Rows are scaled in place, so whatever the call would refuse must be refused first.
-    ops.check_offset("embed", offset)
-    ops.check_embed(weight, input, positions, offset, *recipe, out)
-    with torch.no_grad():
-        torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
-
-
-def _written(out: Tensor) -> Tensor:
+def _bump_version(out: Tensor) -> Tensor:
     """Tell autograd that `out` was written to, as PyTorch's own ops do: a graph that had saved it must notice."""
     if not (torch.compiler.is_compiling() or out.is_inference()):
         torch.autograd.graph.increment_version(out)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc_ext import functional, ops
-from posenc_ext.checkpoints import consume_tables, matches
+from posenc_ext import functional
+from posenc_ext.checkpoints import consume_tables
 from posenc_ext.conventions import Convention, resolve
 
-__all__ = ["Embeddings", "LearnedPositionalEmbedding", "PositionalEncoding", "TransformerEmbedding", "fuse"]
+__all__ = ["Embeddings", "LearnedPositionalEmbedding", "PositionalEncoding", "TransformerEmbedding"]
 
 _DEFAULT_TABLE_ROWS = 5000  # the textbook's max_len
 
@@ -140,7 +140,7 @@ class PositionalEncoding(nn.Module):
         self.d_model = d_model
         self.max_len = max_len
         self.convention = resolve(convention)
-        self._recipe = self.convention.recipe(precision, batch_first)
+        self.convention.spec(precision)  # refuses an unknown precision
         self.precision = precision or self.convention.precision
         self.dropout = _probability("PositionalEncoding", dropout)
         self.batch_first = batch_first
@@ -153,11 +153,14 @@ class PositionalEncoding(nn.Module):
             raise ValueError(
                 f"posenc_ext.PositionalEncoding: x must have width {self.d_model} in its last axis, got {list(x.shape)}"
             )
-        if positions is None:
-            offset = offset + self.convention.first_position
-        else:
-            positions = functional._spread(positions, x.shape[:-1], self.batch_first, "add_positional_encoding")
-        y = ops.add_positional_encoding(x, positions, offset, self._recipe)
+        y = functional.add_positional_encoding(
+            x,
+            offset=offset,
+            positions=positions,
+            convention=self.convention,
+            precision=self.precision,
+            batch_first=self.batch_first,
+        )
         return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
 
     @property
@@ -242,7 +245,7 @@ class TransformerEmbedding(nn.Module):
         self.d_model = d_model
         self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + vocab_size
         self.convention = resolve(convention)
-        self._recipe = self.convention.recipe(precision, batch_first)
+        self.convention.spec(precision)  # refuses an unknown precision
         self.precision = precision or self.convention.precision
         self.dropout = _probability("TransformerEmbedding", dropout)
         self.token_scale = math.sqrt(d_model) if token_scale is None else float(token_scale)
@@ -263,24 +266,20 @@ class TransformerEmbedding(nn.Module):
 
     def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
         """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; the rest as in `functional`."""
-        if positions is None:
-            offset = offset + self.convention.first_position
-        else:
-            positions = functional._spread(positions, x.shape, self.batch_first, "embed")
-        if self.max_norm is not None:
-            functional._renormalise(
-                self.weight, x, positions, offset, self._recipe, None, self.max_norm, self.norm_type
-            )
-        y = ops.embed(
-            self.weight,
+        y = functional.embed(
             x,
-            positions,
-            offset,
-            self.token_scale,
-            self._recipe,
-            -1 if self.padding_idx is None else self.padding_idx,
-            self.scale_grad_by_freq,
-            self.sparse,
+            self.weight,
+            offset=offset,
+            positions=positions,
+            token_scale=self.token_scale,
+            convention=self.convention,
+            precision=self.precision,
+            padding_idx=self.padding_idx,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+            batch_first=self.batch_first,
         )
         return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
 
@@ -379,8 +378,8 @@ class LearnedPositionalEmbedding(nn.Module):
 
     def _rows(self, token_shape: torch.Size, offset: int, positions: Tensor | None) -> Tensor:
         if positions is not None:
-            chosen = (
-                functional._spread(positions, token_shape, self.batch_first, "learned_positional_embedding") + offset
+            chosen = offset + functional.broadcast_positions(
+                positions, token_shape, batch_first=self.batch_first, op="learned_positional_embedding"
             )
             try:
                 return nn.functional.embedding(chosen, self.weight)
@@ -404,98 +403,3 @@ class LearnedPositionalEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """Sizes."""
         return f"{self.max_len}, {self.d_model}, dropout={self.dropout}, batch_first={self.batch_first}"
-
-
-def fuse(module: nn.Module) -> nn.Module:
-    """Replace `Sequential(Embeddings, PositionalEncoding[, Dropout])` by one `TransformerEmbedding`.
-
-    The fused modules and their textbook twins in `posenc_ext.reference` are recognised. The weight is the same
-    Parameter, so tied layers and optimizers keep it. A sequence nested in a larger model is replaced in place.
-
-    Args:
-        module: such a sequence, or a model that holds some.
-
-    Returns:
-        The new layer, or `module` with its sequences replaced.
-
-    Raises:
-        ValueError: there is no such sequence.
-    """
-    fused = _fused(module)
-    if fused is not None:
-        return fused
-    layers: dict[int, TransformerEmbedding | None] = {}  # by sequence: one that is used twice stays one
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child is None:
-                continue
-            if id(child) not in layers:
-                layers[id(child)] = _fused(child)
-            if (layer := layers[id(child)]) is not None:
-                parent._modules[name] = layer
-    if not any(layers.values()):
-        raise ValueError(
-            "posenc_ext.fuse: module must be or hold Sequential(Embeddings, PositionalEncoding[, Dropout]), "
-            f"got {type(module).__name__}"
-        )
-    return module
-
-
-def _fused(module: nn.Module) -> TransformerEmbedding | None:
-    """The layer that computes what `module` does, if it is a sequence of the known kind and nothing was added to it."""
-    from posenc_ext import reference
-
-    if not isinstance(module, nn.Sequential) or len(module) not in (2, 3) or _hooked(module):
-        return None
-    embeddings, encoding, *rest = module
-    # Exact types: a subclass may compute something else.
-    if not isinstance(embeddings, (Embeddings, reference.Embeddings)) or not _plain(embeddings, embeddings.lut):
-        return None
-    if not isinstance(encoding, (PositionalEncoding, reference.PositionalEncoding)) or not _plain(encoding):
-        return None
-    if rest and (not isinstance(rest[0], nn.Dropout) or not _plain(rest[0])):
-        return None
-    lut = embeddings.lut
-    # The textbook's twins have no options, but a table that may have been edited.
-    own = encoding if isinstance(encoding, PositionalEncoding) else PositionalEncoding(lut.embedding_dim)
-    if isinstance(encoding, reference.PositionalEncoding) and not matches(encoding.pe[0], own.convention):
-        return None
-    if own.d_model != lut.embedding_dim:
-        return None
-    dropouts = [p for p in (own.dropout, *(module.p for module in rest if isinstance(module, nn.Dropout))) if p]
-    if len(dropouts) > 1:
-        return None  # two in a row are not one
-    layer = TransformerEmbedding(
-        lut.num_embeddings,
-        lut.embedding_dim,
-        padding_idx=lut.padding_idx,
-        convention=own.convention,
-        precision=own.precision,
-        dropout=dropouts[0] if dropouts else 0.0,
-        token_scale=embeddings.token_scale if isinstance(embeddings, Embeddings) else None,
-        max_norm=lut.max_norm,
-        norm_type=lut.norm_type,
-        scale_grad_by_freq=lut.scale_grad_by_freq,
-        sparse=lut.sparse,
-        batch_first=own.batch_first,
-        device="meta",
-    )
-    # The same Parameter, not a copy (or what a parametrization made of it).
-    layer.weight = lut.weight  # type: ignore[assignment]
-    layer.train(module.training)
-    return layer
-
-
-def _plain(*modules: nn.Module) -> bool:
-    from posenc_ext import reference
-
-    known = (
-        *(Embeddings, PositionalEncoding, reference.Embeddings, reference.PositionalEncoding),
-        *(nn.Embedding, nn.Dropout),
-    )
-    return all(type(module) in known and not _hooked(module) for module in modules)
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)

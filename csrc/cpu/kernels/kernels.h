@@ -1,15 +1,16 @@
 // The table of kernels that every instruction set fills from the one source kernels.inl.
 #pragma once
 
-#include "../params.h"
+#include "../../params.h"
 
 namespace posenc::cpu {
 
 struct Kernels {
   // Tokens [begin, end) in the order of forward.inl.
   void (*forward)(const ForwardParams& params, bool stream, int64_t begin, int64_t end);
-  // The row of out that belongs to one run: its sum, for the columns [first_column, last_column).
-  void (*sum_run)(const BackwardParams& params, bool stream, int64_t run, int64_t first_column, int64_t last_column);
+  // The row of out that belongs to one segment: its sum, for the columns [first_column, last_column).
+  void (*sum_segment)(const BackwardParams& params, bool stream, int64_t segment, int64_t first_column,
+                      int64_t last_column);
   void (*fill_zero)(void* begin, int64_t bytes, bool stream);
   // After streaming stores, before another thread may read what they wrote.
   void (*end_stream)();

@@ -1,4 +1,4 @@
-// The CPU backend: what ops.cpp and python.cpp may call.
+// The CPU backend: what torch/ and python.cpp may call.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace posenc::cpu {
 
-// Position of the first id outside [0, rows), or -1.
-int64_t find_bad_id(const Integers& ids, int64_t count, int64_t rows);
+// Place of the first id outside [0, rows), or -1.
+int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows);
 
 void forward(const ForwardParams& params, ParallelFor parallel_for);
 void backward(const BackwardParams& params, ParallelFor parallel_for);

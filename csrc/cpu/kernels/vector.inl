@@ -1,10 +1,9 @@
 // Fixed-width vectors of the instruction set in force, and how each element type enters and leaves them.
 //
-// Vector<Real> is kVectorBytes wide and supports arithmetic directly (GCC and Clang vector types). Storage types are
-// widened to their arithmetic type Real on load and rounded once on store. 16-bit types come and go two vectors at a
-// time, so that every access is a full vector. Those of bfloat16 are split, the even elements in the first vector and
-// the odd ones in the second: a bfloat16 is the upper half of a float, so taking it apart and putting it together then
-// needs no element to change its lane.
+// An element type T computes in acc_t: it is widened on load and rounded once on store. A vector holds kVectorBytes of
+// acc_t. A 16-bit type is loaded and stored two vectors at a time, so that every access is a full vector. Those of
+// bfloat16 are split: even elements in the first vector, odd ones in the second. A bfloat16 is the upper half of a
+// float, so then no element changes its place in the register.
 
 constexpr int64_t kVectorBytes = POSENC_VECTOR_BYTES;
 
@@ -15,8 +14,10 @@ struct Float16 {
   uint16_t bits;
 };
 
-template <class Real>
-constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(Real));
+template <class acc_t>
+constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(acc_t));
+template <class T>
+constexpr int64_t kVectorsPerStore = sizeof(T) == 2 ? 2 : 1;
 
 typedef float FloatVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
 typedef double DoubleVector __attribute__((vector_size(POSENC_VECTOR_BYTES)));
@@ -226,78 +227,80 @@ POSENC_HD uint16_t bfloat_of_float(float value) {
 template <class T>
 struct Element;
 
-template <>
-struct Element<float> {
-  using Real = float;
-  using Vector = FloatVector;
+// fp32 and fp64: acc_t is the type itself.
+template <class T, class V>
+struct WideElement {
+  using acc_t = T;
+  using Vector = V;
   static constexpr bool kSplit = false;
-  POSENC_HD static Real get(float value) { return value; }
-  POSENC_HD static float put(Real value) { return value; }
-  POSENC_HD static Vector load(const float* from) { return load_bytes<Vector>(from); }
+  POSENC_HD static acc_t to_acc(T value) { return value; }
+  POSENC_HD static T from_acc(acc_t value) { return value; }
+  POSENC_HD static void load(const T* from, Vector (&values)[1]) { values[0] = load_bytes<Vector>(from); }
   template <bool stream>
-  POSENC_HD static void store(float* to, Vector value) {
-    store_bytes<stream>(to, value);
+  POSENC_HD static void store(T* to, const Vector (&values)[1]) {
+    store_bytes<stream>(to, values[0]);
   }
 };
 
 template <>
-struct Element<double> {
-  using Real = double;
-  using Vector = DoubleVector;
-  static constexpr bool kSplit = false;
-  POSENC_HD static Real get(double value) { return value; }
-  POSENC_HD static double put(Real value) { return value; }
-  POSENC_HD static Vector load(const double* from) { return load_bytes<Vector>(from); }
-  template <bool stream>
-  POSENC_HD static void store(double* to, Vector value) {
-    store_bytes<stream>(to, value);
-  }
-};
+struct Element<float> : WideElement<float, FloatVector> {};
+
+template <>
+struct Element<double> : WideElement<double, DoubleVector> {};
 
 template <>
 struct Element<BFloat16> {
-  using Real = float;
+  using acc_t = float;
   using Vector = FloatVector;
   static constexpr bool kSplit = true;
-  POSENC_HD static Real get(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
-  POSENC_HD static BFloat16 put(Real value) { return {bfloat_of_float(value)}; }
-  POSENC_HD static void load(const BFloat16* from, Vector& even, Vector& odd) {
+  POSENC_HD static acc_t to_acc(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+  POSENC_HD static BFloat16 from_acc(acc_t value) { return {bfloat_of_float(value)}; }
+  POSENC_HD static void load(const BFloat16* from, Vector (&values)[2]) {
     const UintVector both = load_bytes<UintVector>(from);
-    even = bit_cast<Vector>(both << 16);
-    odd = bit_cast<Vector>(both & 0xFFFF0000u);
+    values[0] = bit_cast<Vector>(both << 16);
+    values[1] = bit_cast<Vector>(both & 0xFFFF0000u);
   }
-  // In the upper half of each lane; what is left in the lower one is not zero.
+  // The result is in the upper half of each lane; the lower half is not cleared.
   POSENC_HD static UintVector round(Vector value) {
     const UintVector bits = bit_cast<UintVector>(value);
     const UintVector is_nan = bit_cast<UintVector>((bits & 0x7FFFFFFFu) > 0x7F800000u);
     const UintVector rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
     return (rounded & ~is_nan) | (is_nan & (bits | 0x400000u));
   }
-  // `normal`: no value is subnormal.
-  template <bool stream, bool normal = false>
-  POSENC_HD static void store(BFloat16* to, Vector even, Vector odd) {
+  template <bool stream>
+  POSENC_HD static void store(BFloat16* to, const Vector (&values)[2]) {
 #if defined(POSENC_HAVE_AVX512_BF16)
     // One instruction rounds all, but it takes subnormal numbers for zero. So a result of zero goes the long way.
-    const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(odd), bit_cast<__m512>(even)));
-    if (normal || __builtin_expect(_mm512_testn_epi16_mask(halves, _mm512_set1_epi16(0x7FFF)) == 0, 1)) {
+    const __m512i halves =
+        bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(values[1]), bit_cast<__m512>(values[0])));
+    if (__builtin_expect(_mm512_testn_epi16_mask(halves, _mm512_set1_epi16(0x7FFF)) == 0, 1)) {
       alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
       const __m512i order = _mm512_load_si512(kOrder);
       return store_bytes<stream>(to, bit_cast<UintVector>(_mm512_permutexvar_epi16(order, halves)));
     }
 #endif
-    store_bytes<stream>(to, (round(even) >> 16) | (round(odd) & 0xFFFF0000u));
+    store_bytes<stream>(to, (round(values[0]) >> 16) | (round(values[1]) & 0xFFFF0000u));
   }
 };
 
 template <>
 struct Element<Float16> {
-  using Real = float;
+  using acc_t = float;
   using Vector = FloatVector;
   static constexpr bool kSplit = false;
-  POSENC_HD static Real get(Float16 value) { return float_of_half(value.bits); }
-  POSENC_HD static Float16 put(Real value) { return {half_of_float(value)}; }
-  POSENC_HD static Vector load(const Float16* from) {
+  POSENC_HD static acc_t to_acc(Float16 value) { return float_of_half(value.bits); }
+  POSENC_HD static Float16 from_acc(acc_t value) { return {half_of_float(value)}; }
+  POSENC_HD static void load(const Float16* from, Vector (&values)[2]) {
+    for (int64_t v = 0; v < 2; ++v) values[v] = widen(from + v * kLanes<acc_t>);
+  }
+  template <bool stream>
+  POSENC_HD static void store(Float16* to, const Vector (&values)[2]) {
+    store_bytes<stream>(to, join(narrow(values[0]), narrow(values[1])));
+  }
+
+ private:
+  POSENC_HD static Vector widen(const Float16* from) {
 #if POSENC_VECTOR_BYTES == 64
     return bit_cast<Vector>(_mm512_maskz_cvtph_ps(__mmask16{0xFFFF}, load_bytes<__m256i>(from)));
 #elif POSENC_VECTOR_BYTES == 32
@@ -321,15 +324,18 @@ struct Element<Float16> {
     return halves;
 #endif
   }
-  POSENC_HD static void load(const Float16* from, Vector& first, Vector& second) {
-    first = load(from);
-    second = load(from + kLanes<Real>);
-  }
-  template <bool stream, bool normal = false>
-  POSENC_HD static void store(Float16* to, Vector first, Vector second) {
-    store_bytes<stream>(to, join(narrow(first), narrow(second)));
-  }
 };
+
+// Calls body with an element of that type.
+template <class Body>
+void with_element(Dtype dtype, const Body& body) {
+  switch (dtype) {
+    case Dtype::float32: return body(float{});
+    case Dtype::float64: return body(double{});
+    case Dtype::bfloat16: return body(BFloat16{});
+    case Dtype::float16: return body(Float16{});
+  }
+}
 
 // Streaming stores are weakly ordered: fence before another thread may read what this one wrote.
 inline void end_stream() {

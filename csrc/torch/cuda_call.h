@@ -4,7 +4,7 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include "cuda/backend.h"
+#include "../cuda/backend.h"
 #include "tensors.h"
 
 namespace posenc {

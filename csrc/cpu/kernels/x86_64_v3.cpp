@@ -1,4 +1,5 @@
-#include "kernels_prelude.h"
+#define POSENC_ISA x86_64_v3
+#include "prelude.h"
 
 #if defined(__x86_64__)
 #if defined(__clang__)
@@ -8,7 +9,6 @@
 #pragma GCC target("arch=x86-64-v3,prefer-vector-width=256")
 #endif
 
-#define POSENC_ISA x86_64_v3
 #define POSENC_KERNELS kernels_x86_64_v3
 #define POSENC_HAVE_FMA 1  // the target pragma does not define __FMA__
 #define POSENC_VECTOR_BYTES 32

@@ -1,7 +1,8 @@
-// What kernels.inl needs from elsewhere; included before a target is switched on (see there).
+// What kernels.inl needs from elsewhere, as baseline code (see there). POSENC_ISA must be set before.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>

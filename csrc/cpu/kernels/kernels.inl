@@ -2,9 +2,12 @@
 //   POSENC_ISA           the namespace of this copy
 //   POSENC_KERNELS       the name of the table it fills
 //   POSENC_VECTOR_BYTES  the width of its vectors
-// and has included, before switching the target on, every header whose functions must stay baseline code.
+// and that includes prelude.h before it switches the target on: functions of the standard library must stay baseline
+// code, since the linker keeps one copy of each.
 
-#include "../sinusoid.h"
+#include "../../epilogue.h"
+#include "../../sinusoid.h"
+#include "../../token.h"
 
 namespace posenc {
 inline namespace POSENC_ISA {
@@ -19,7 +22,7 @@ namespace {
 }  // namespace
 
 namespace cpu_table {
-constexpr cpu::Kernels table = {forward, sum_run, fill_zero, end_stream};
+constexpr cpu::Kernels table = {forward, sum_segment, fill_zero, end_stream};
 }
 }  // namespace POSENC_ISA
 

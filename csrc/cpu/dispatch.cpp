@@ -1,0 +1,93 @@
+#include "dispatch.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "partition.h"
+
+namespace posenc::cpu {
+namespace {
+
+struct Isa {
+  const char* name;
+  const Kernels* kernels;
+  bool runs_here;
+};
+
+const std::vector<Isa>& isas() {
+#if defined(__x86_64__)
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+                  __builtin_cpu_supports("f16c");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+#endif
+  static const std::vector<Isa> list = {
+#if defined(__x86_64__)
+      {"x86-64-v4+bf16", &kernels_x86_64_v4_bf16, v4 && __builtin_cpu_supports("avx512bf16")},
+      {"x86-64-v4", &kernels_x86_64_v4, v4},
+      {"x86-64-v3", &kernels_x86_64_v3, v3},
+#endif
+      {"baseline", &kernels_baseline, true},
+  };
+  return list;
+}
+
+const Isa& best_isa() {
+  return *std::find_if(isas().begin(), isas().end(), [](const Isa& isa) { return isa.runs_here; });
+}
+
+std::atomic<const Isa*>& active() {
+  static std::atomic<const Isa*> isa{&best_isa()};
+  return isa;
+}
+
+}  // namespace
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const Isa& isa : isas())
+    if (isa.runs_here) names.emplace_back(isa.name);
+  return names;
+}
+
+std::string active_isa() { return active().load(std::memory_order_relaxed)->name; }
+
+bool force_isa(const std::string& name) {
+  for (const Isa& isa : isas()) {
+    if (isa.runs_here && name == isa.name) {
+      active().store(&isa, std::memory_order_relaxed);
+      return true;
+    }
+  }
+  return false;
+}
+
+int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows) {
+  const auto scan = [&](const auto* data) -> int64_t {
+    constexpr int64_t kBlock = 4096;  // without an exit inside, so that the loop vectorises
+    for (int64_t block = 0; block < count; block += kBlock) {
+      const int64_t end = std::min(count, block + kBlock);
+      bool found = false;
+      for (int64_t i = block; i < end; ++i)
+        found |= static_cast<uint64_t>(static_cast<int64_t>(data[i])) >= static_cast<uint64_t>(rows);
+      for (int64_t i = block; found; ++i)
+        if (data[i] < 0 || data[i] >= rows) return i;
+    }
+    return -1;
+  };
+  return ids.is_int64 ? scan(static_cast<const int64_t*>(ids.data)) : scan(static_cast<const int32_t*>(ids.data));
+}
+
+const Kernels& active_kernels() { return *active().load(std::memory_order_relaxed)->kernels; }
+
+void forward(const ForwardParams& params, ParallelFor parallel_for) {
+  const Kernels& kernels = active_kernels();
+  const int64_t width = params.encoding.columns.width;
+  const int64_t tokens = params.tokens.count();
+  const bool stream = tokens * width * element_size(params.dtype) >= kStreamBytes;
+  run_parallel(parallel_for, 0, tokens, kGrainElements / std::max<int64_t>(width, 1),
+               [&](int64_t begin, int64_t end) { kernels.forward(params, stream, begin, end); });
+}
+
+}  // namespace posenc::cpu

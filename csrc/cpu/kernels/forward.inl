@@ -1,0 +1,472 @@
+// out = scale * base + encoding, in one pass.
+//
+// Encodings are made for one position and one tile of pairs at a time, into a buffer that stays in the first-level
+// cache, and are added to every token at that position before the next tile. A row whose encoding no other token needs
+// skips the buffer where its layout allows it (fused_row).
+
+constexpr int64_t kTilePairs = 256;
+
+// ---- encodings
+
+// Whether a position is small enough for the short formulas: two words of each frequency, or short angles only (no
+// frequency is above 1, so no angle is above the position).
+POSENC_HD bool is_near(Precision precision, int64_t position) {
+  const uint64_t p = magnitude(position);
+  return precision == Precision::exact ? p >> 32 == 0 : static_cast<float>(p) < kShortAngle;
+}
+
+// Calls sink(i, sines and cosines of pairs first + i and on) for `count` pairs, a whole vector at a time; the
+// frequencies have room past the last pair.
+template <class SinCosAt, class Sink>
+POSENC_HD void visit_with(const SinCosAt& sincos_at, int64_t position, int64_t count, const Sink& sink) {
+  const UintVector sign = splat(position < 0 ? 0x80000000u : 0u);
+  for (int64_t i = 0; i < count; i += kLanes<float>) {
+    SinCos<FloatVector> pair = sincos_at(i);
+    pair.sin = bit_cast<FloatVector>(bit_cast<UintVector>(pair.sin) ^ sign);
+    sink(i, pair);
+  }
+}
+
+template <class Sink>
+POSENC_HD void visit_near_pairs(const Encoding& encoding, int64_t position, int64_t first, int64_t count,
+                                const Sink& sink) {
+  const Frequencies& f = encoding.frequencies;
+  const uint64_t p = magnitude(position);
+  if (encoding.precision == Precision::exact) {
+    const UintVector p0 = splat(static_cast<uint32_t>(p));
+    const auto word = [&](int n, int64_t i) { return load_bytes<UintVector>(f.turns[n] + first + i); };
+    visit_with([&](int64_t i) { return sincos_of_phase32(phase_of_product(p0, word(0, i), word(1, i))); }, position,
+               count, sink);
+  } else {
+    const float p32 = static_cast<float>(p);
+    const auto angle = [&](int64_t i) { return load_bytes<FloatVector>(f.angular + first + i) * p32; };
+    visit_with([&](int64_t i) { return sincos_of_short_angle<UintVector>(angle(i)); }, position, count, sink);
+  }
+}
+
+template <class Sink>
+POSENC_HD void visit_pairs(const Encoding& encoding, int64_t position, int64_t first, int64_t count, const Sink& sink) {
+  if (is_near(encoding.precision, position)) return visit_near_pairs(encoding, position, first, count, sink);
+  const auto sincos_at = [&](int64_t i) {
+    SinCos<FloatVector> pairs;
+    for (int64_t lane = 0; lane < kLanes<float>; ++lane) {
+      const SinCos<float> pair =
+          sincos_of_pair(encoding.frequencies, encoding.precision, magnitude(position), first + i + lane, float{});
+      pairs.sin[lane] = pair.sin, pairs.cos[lane] = pair.cos;
+    }
+    return pairs;
+  };
+  visit_with(sincos_at, position, count, sink);
+}
+
+// The exact phases of the last position, to which one step is added for the next one: the same bits as a
+// multiplication, for a third of the work. A position that does not follow starts anew, so any token may be skipped.
+class RunningPhases {
+ public:
+  // Whether tokens of this call follow one another, and are enough to pay for the start.
+  static bool pay(const ForwardParams& params, int64_t tokens) {
+    return params.encoding.precision == Precision::exact && params.encoding.columns.pairs() <= kMostPairs &&
+           params.positions.running && params.positions.given.data == nullptr && params.tokens.batch == 1 &&
+           tokens >= 8;
+  }
+  // As visit_near_pairs, for all pairs; the position is not negative.
+  template <class Sink>
+  POSENC_HD void visit(const Frequencies& frequencies, int64_t position, int64_t pairs, const Sink& sink) {
+    if (position != next_) start(frequencies, position, pairs);
+    next_ = position + 1;
+    constexpr int64_t kHalf = kLanes<double>;
+    for (int64_t i = 0; i < pairs; i += kLanes<float>) {
+      const WideVector a = load_bytes<WideVector>(phases_ + i), b = load_bytes<WideVector>(phases_ + i + kHalf);
+      store_bytes<false>(phases_ + i, a + load_bytes<WideVector>(turns_ + i));
+      store_bytes<false>(phases_ + i + kHalf, b + load_bytes<WideVector>(turns_ + i + kHalf));
+      sink(i, sincos_of_phase32(upper_words(a, b)));
+    }
+  }
+
+ private:
+  void start(const Frequencies& frequencies, int64_t position, int64_t pairs) {
+    for (int64_t k = 0; k < pairs; ++k) {
+      turns_[k] = static_cast<uint64_t>(frequencies.turns[0][k]) << 32 | frequencies.turns[1][k];
+      phases_[k] = turns_[k] * static_cast<uint64_t>(position);
+    }
+  }
+
+  static constexpr int64_t kMostPairs = 1024;  // 16 KB, a part of the first-level cache
+  alignas(64) uint64_t phases_[kMostPairs], turns_[kMostPairs];
+  int64_t next_ = -1;  // the position that phases_ are for
+};
+
+// Where the encoding of the i-th column of a span is kept: in the order in which the columns' elements are loaded.
+template <class T>
+POSENC_HD int64_t kept_at(int64_t i) {
+  if constexpr (!Element<T>::kSplit) return i;
+  constexpr int64_t kGroup = 2 * kLanes<float>;
+  const int64_t at = i % kGroup;
+  return i - at + at % 2 * kLanes<float> + at / 2;
+}
+
+// Pairs side by side (step 2): (sin, cos) or (cos, sin) of pair first + i to to[2 * i] and to[2 * i + 1]; all places as
+// by kept_at. Whole vectors are written: there must be room past the last.
+template <class T>
+void fill_interleaved(const Encoding& encoding, int64_t position, int64_t first, int64_t count, float* to) {
+  const bool cosine_first = encoding.columns.cosine_first();
+  visit_pairs(encoding, position, first, count, [&](int64_t i, const SinCos<FloatVector>& pair) {
+    FloatVector low = cosine_first ? pair.cos : pair.sin, high = cosine_first ? pair.sin : pair.cos;
+    if constexpr (!Element<T>::kSplit) interleave(low, high, low, high);
+    store_bytes<false>(to + 2 * i, low);
+    store_bytes<false>(to + 2 * i + kLanes<float>, high);
+  });
+}
+
+// Sines and cosines apart (step 1), likewise.
+template <class T>
+void fill_halves(const Encoding& encoding, int64_t position, int64_t first, int64_t count, float* sines,
+                 float* cosines) {
+  visit_pairs(encoding, position, first, count, [&](int64_t i, const SinCos<FloatVector>& pair) {
+    store_bytes<false>(sines + i, pair.sin);
+    store_bytes<false>(cosines + i, pair.cos);
+  });
+  if constexpr (Element<T>::kSplit) {
+    for (float* half : {sines, cosines}) {
+      for (int64_t i = 0; i < count; i += 2 * kLanes<float>) {
+        FloatVector even, odd;
+        deinterleave(load_bytes<FloatVector>(half + i), load_bytes<FloatVector>(half + i + kLanes<float>), even, odd);
+        store_bytes<false>(half + i, even);
+        store_bytes<false>(half + i + kLanes<float>, odd);
+      }
+    }
+  }
+}
+
+template <class T>
+void fill_interleaved(const Encoding& encoding, int64_t position, int64_t first, int64_t count, double* to) {
+  const bool cosine_first = encoding.columns.cosine_first();
+  for (int64_t i = 0; i < count; ++i) {
+    const SinCos<double> pair = encoding_of_pair<double>(encoding.frequencies, encoding.precision, position, first + i);
+    to[2 * i + cosine_first] = pair.sin;
+    to[2 * i + !cosine_first] = pair.cos;
+  }
+}
+
+template <class T>
+void fill_halves(const Encoding& encoding, int64_t position, int64_t first, int64_t count, double* sines,
+                 double* cosines) {
+  for (int64_t i = 0; i < count; ++i) {
+    const SinCos<double> pair = encoding_of_pair<double>(encoding.frequencies, encoding.precision, position, first + i);
+    sines[i] = pair.sin;
+    cosines[i] = pair.cos;
+  }
+}
+
+// One position's encoding for up to kTilePairs pairs, and the spans of columns that it covers.
+template <class T>
+struct Tile {
+  using acc_t = typename Element<T>::acc_t;
+  struct Span {
+    int64_t column, count;
+    const acc_t* encoding;  // null: none
+  };
+  alignas(64) acc_t buffer[2 * kTilePairs];
+  acc_t zero = 0;
+  Span spans[3];
+  int64_t span_count = 0;
+
+  void push(int64_t column, int64_t end, const acc_t* encoding) {
+    if (end > column) spans[span_count++] = {column, end - column, encoding};
+  }
+
+  void fill(const Encoding& encoding, int64_t position, int64_t first) {
+    const Columns& columns = encoding.columns;
+    const int64_t last = std::min(first + kTilePairs, columns.pairs()), last_cosine = std::min(last, columns.cosines);
+    span_count = 0;
+    if (!columns.encoded()) {
+      push(0, columns.width, nullptr);
+    } else if (columns.step == 2) {
+      fill_interleaved<T>(encoding, position, first, last - first, buffer);
+      if (last_cosine < last) {  // a lone sine
+        const int64_t at = 2 * (last_cosine - first);
+        buffer[kept_at<T>(at)] = buffer[kept_at<T>(at + columns.cosine_first())];
+      }
+      push(2 * first, last + last_cosine, buffer);
+    } else {
+      fill_halves<T>(encoding, position, first, last - first, buffer, buffer + kTilePairs);
+      push(columns.sine_start + first, columns.sine_start + last, buffer);
+      push(columns.cosine_start + first, columns.cosine_start + last_cosine, buffer + kTilePairs);
+    }
+    if (last == columns.pairs() && columns.has_zero_column()) push(columns.width - 1, columns.width, &zero);
+  }
+};
+
+// ---- rows
+
+// A later token's row lies anywhere in the table, so it is asked for line by line while this one is worked on. Asking
+// for a whole row at once would fill the queue that streaming stores need too.
+constexpr int64_t kPrefetchTokens = 3;
+
+POSENC_HD void prefetch_to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+template <class T, Source source, bool encoded>
+POSENC_HD T one_element(const T* base, const typename Element<T>::acc_t* encoding, typename Element<T>::acc_t scale) {
+  using acc_t = typename Element<T>::acc_t;
+  acc_t value = 0, added = 0;
+  if constexpr (source != Source::none) value = Element<T>::to_acc(*base);
+  if constexpr (encoded) added = *encoding;
+  return Element<T>::from_acc(epilogue<source, encoded>(value, added, scale));
+}
+
+// One span of a row. `later` is the same span of the row to prefetch.
+template <class T, Source source, bool stream, bool encoded>
+POSENC_HD void write_span(const T* base, int64_t column_stride, const T* later,
+                          const typename Element<T>::acc_t* encoding, T* out, int64_t count,
+                          typename Element<T>::acc_t scale) {
+  using E = Element<T>;
+  using Vector = typename E::Vector;
+  constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));  // elements of one whole-vector store
+  const auto one = [&](int64_t i) {
+    out[i] =
+        one_element<T, source, encoded>(base + i * column_stride, encoded ? encoding + kept_at<T>(i) : nullptr, scale);
+  };
+  int64_t i = 0;
+  if constexpr (stream && E::kSplit) {
+    // Encodings are kept in groups from the start of the span, so its vectors cannot be moved to an aligned address.
+    if (!stream_aligned(out))
+      return write_span<T, source, false, encoded>(base, column_stride, later, encoding, out, count, scale);
+  } else if constexpr (stream) {
+    for (; i < count && !stream_aligned(out + i); ++i) one(i);
+  }
+  const int64_t whole = source == Source::none || column_stride == 1 ? count : 0;
+  for (; i + kStep <= whole; i += kStep) {
+    if constexpr (source == Source::gathered) prefetch_to_l2(later + i);
+    Vector values[kVectorsPerStore<T>] = {};
+    if constexpr (source != Source::none) E::load(base + i, values);
+    for (int64_t v = 0; v < kVectorsPerStore<T>; ++v) {
+      Vector added = {};
+      if constexpr (encoded) added = load_bytes<Vector>(encoding + i + v * kLanes<typename E::acc_t>);
+      values[v] = epilogue<source, encoded>(values[v], added, scale);
+    }
+    E::template store<stream>(out + i, values);
+  }
+  for (; i < count; ++i) one(i);
+}
+
+// A whole row without the buffer: encodings go from the registers into the sum. `visit` calls what it is given as
+// visit_pairs does.
+template <class T, Source source, bool stream, class Visit>
+POSENC_HD void fused_row(const Visit& visit, const T* base, const T* later, T* out, float scale) {
+  using E = Element<T>;
+  visit([&](int64_t i, const SinCos<FloatVector>& pair) {
+    constexpr int64_t kStep = kVectorsPerStore<T> * kLanes<float>;
+    FloatVector encoding[2] = {pair.sin, pair.cos};
+    if constexpr (!E::kSplit) interleave(pair.sin, pair.cos, encoding[0], encoding[1]);
+    for (int64_t v = 0; v < 2; v += kVectorsPerStore<T>) {
+      const int64_t at = 2 * i + v / kVectorsPerStore<T> * kStep;
+      FloatVector values[kVectorsPerStore<T>] = {};
+      if constexpr (source == Source::gathered) prefetch_to_l2(later + at);
+      if constexpr (source != Source::none) E::load(base + at, values);
+      for (int64_t n = 0; n < kVectorsPerStore<T>; ++n)
+        values[n] = epilogue<source, true>(values[n], encoding[v + n], scale);
+      E::template store<stream>(out + at, values);
+    }
+  });
+}
+
+// ---- tokens
+
+// The tokens in the order in which they are worked on: in blocks of positions, each block in memory order. With one
+// block for all of seq that is memory order altogether.
+struct TokenLoop {
+  int64_t batch, seq, block;
+  bool sequence_first;
+  int64_t first = 0, last = 0;  // the block's positions
+  int64_t b = 0, t = 0;
+
+  TokenLoop(const Tokens& tokens, int64_t block_size, int64_t at)
+      : batch(tokens.batch), seq(tokens.seq), block(block_size), sequence_first(tokens.sequence_first()) {
+    first = at / (block * batch) * block;
+    last = std::min(first + block, seq);
+    at %= block * batch;
+    b = sequence_first ? at % batch : at / (last - first);
+    t = first + (sequence_first ? at / batch : at % (last - first));
+  }
+  // Tokens from this one to the end of its block.
+  int64_t left() const { return sequence_first ? (last - t) * batch - b : (batch - b) * (last - first) - (t - first); }
+  void next() {  // once a token, so without a division
+    if (sequence_first) {
+      if (++b < batch) return;
+      b = 0;
+      if (++t < last) return;
+    } else {
+      if (++t < last) return;
+      t = first;
+      if (++b < batch) return;
+      b = 0;
+    }
+    first = last;
+    last = std::min(first + block, seq);
+    t = first;
+  }
+};
+
+// Tokens are looked up some at a time, before the work on them, so that neither is in the way of the other.
+template <class T, Source source>
+struct Lookup {
+  static constexpr int64_t kMost = 64;
+  using acc_t = typename Element<T>::acc_t;
+  Token<acc_t> tokens[kMost + kPrefetchTokens];
+  int64_t t[kMost];
+
+  // The next `count` tokens of the loop, which moves on past them, and the tokens to prefetch; `left` are left in all.
+  void collect(const ForwardParams& params, TokenLoop& loop, int64_t count, int64_t left) {
+    for (int64_t i = 0; i < count; ++i, loop.next()) {
+      tokens[i] = token_of<source, acc_t>(params, loop.b, loop.t);
+      t[i] = loop.t;
+    }
+    TokenLoop ahead = loop;
+    for (int64_t i = count; i < count + kPrefetchTokens; ++i) {
+      tokens[i] = tokens[i - 1];
+      if (i >= left) continue;
+      tokens[i] = token_of<source, acc_t>(params, ahead.b, ahead.t);
+      ahead.next();
+    }
+  }
+};
+
+// Tiles that a thread keeps at a time: 16 KB in fp32. They hold whole rows for a block of positions, so that a batch
+// row is written for several positions in a row before the next one is turned to.
+constexpr int64_t kTiles = 8;
+
+template <class T, Source source, bool stream>
+class ForwardLoop {
+ public:
+  using acc_t = typename Element<T>::acc_t;
+
+  explicit ForwardLoop(const ForwardParams& params) : params_(params) {}
+
+  // An encoding for each token.
+  void own_encodings(int64_t begin, int64_t end) {
+    const Columns& columns = params_.encoding.columns;
+    fused_ = sizeof(acc_t) == sizeof(float) && columns.encoded() && columns.step == 2 && !columns.cosine_first() &&
+             columns.width % (2 * kLanes<float>) == 0 && params_.column_stride == 1;
+    running_ = fused_ && RunningPhases::pay(params_, end - begin);
+    TokenLoop loop(params_.tokens, params_.tokens.seq, begin);
+    for (int64_t at = begin; at < end; at += Lookup<T, source>::kMost) {
+      const int64_t count = std::min(Lookup<T, source>::kMost, end - at);
+      lookup_.collect(params_, loop, count, end - at);
+      for (int64_t i = 0; i < count; ++i) {
+        if (!fused_ || !is_near(params_.encoding.precision, lookup_.tokens[i].position)) {
+          for (int64_t tile = 0; tile < tiles_per_row(); tile += kTiles) {
+            const int64_t some = std::min(kTiles, tiles_per_row() - tile);
+            fill_tiles(lookup_.tokens[i].position, tile, some, 0);
+            write_tiles(i, 0, some);
+          }
+        } else if (stream && !stream_aligned(out_of(i))) {
+          write_fused<false>(i);
+        } else {
+          write_fused<stream>(i);
+        }
+      }
+    }
+  }
+
+  // An encoding for each position, added to all rows of the batch.
+  void shared_encodings(int64_t begin, int64_t end) {
+    const int64_t in_pass = std::min(tiles_per_row(), kTiles);
+    TokenLoop loop(params_.tokens, kTiles / in_pass, begin);
+    for (int64_t at = begin; at < end;) {
+      const TokenLoop block = loop;
+      const int64_t block_end = std::min(end, at + block.left());
+      for (int64_t tile = 0; tile < tiles_per_row(); tile += in_pass) {
+        const int64_t some = std::min(in_pass, tiles_per_row() - tile);
+        for (int64_t t = block.first; t < block.last; ++t)
+          fill_tiles(position_of(params_, 0, t), tile, some, (t - block.first) * some);
+        loop = block;
+        for (int64_t token = at; token < block_end; token += Lookup<T, source>::kMost) {
+          const int64_t count = std::min(Lookup<T, source>::kMost, block_end - token);
+          lookup_.collect(params_, loop, count, end - token);
+          for (int64_t i = 0; i < count; ++i) write_tiles(i, (lookup_.t[i] - block.first) * some, some);
+        }
+      }
+      at = block_end;
+    }
+  }
+
+ private:
+  int64_t tiles_per_row() const {
+    return std::max<int64_t>(1, (params_.encoding.columns.pairs() + kTilePairs - 1) / kTilePairs);
+  }
+  const T* base_of(int64_t i) const {
+    return source == Source::none ? nullptr : static_cast<const T*>(params_.base) + lookup_.tokens[i].base;
+  }
+  T* out_of(int64_t i) const { return static_cast<T*>(params_.out) + lookup_.tokens[i].out; }
+
+  // Tiles tile .. tile + count - 1 of a position, kept from `to` on.
+  void fill_tiles(int64_t position, int64_t tile, int64_t count, int64_t to) {
+    for (int64_t n = 0; n < count; ++n) tiles_[to + n].fill(params_.encoding, position, (tile + n) * kTilePairs);
+  }
+
+  void write_tiles(int64_t i, int64_t first, int64_t count) const {
+    const int64_t stride = source == Source::none ? 0 : params_.column_stride;
+    for (const Tile<T>* tile = tiles_ + first; tile < tiles_ + first + count; ++tile) {
+      for (int64_t s = 0; s < tile->span_count; ++s) {
+        const auto& span = tile->spans[s];
+        const int64_t column = source == Source::none ? 0 : span.column;
+        const auto write = [&](auto encoded) {
+          write_span<T, source, stream, encoded.value>(base_of(i) + column * stride, stride,
+                                                       base_of(i + kPrefetchTokens) + column, span.encoding,
+                                                       out_of(i) + span.column, span.count, lookup_.tokens[i].scale);
+        };
+        span.encoding ? write(std::true_type{}) : write(std::false_type{});
+      }
+    }
+  }
+
+  template <bool stream_row>
+  void write_fused(int64_t i) {
+    if constexpr (sizeof(acc_t) == sizeof(float)) {
+      const int64_t position = lookup_.tokens[i].position, pairs = params_.encoding.columns.pairs();
+      const auto write = [&](const auto& visit) {
+        fused_row<T, source, stream_row>(visit, base_of(i), base_of(i + kPrefetchTokens), out_of(i),
+                                         lookup_.tokens[i].scale);
+      };
+      if (running_ && position >= 0) {
+        write([&](const auto& sink) { phases_.visit(params_.encoding.frequencies, position, pairs, sink); });
+      } else {
+        write([&](const auto& sink) { visit_near_pairs(params_.encoding, position, 0, pairs, sink); });
+      }
+    }
+  }
+
+  const ForwardParams& params_;
+  Lookup<T, source> lookup_;
+  Tile<T> tiles_[kTiles];
+  bool fused_ = false, running_ = false;
+  RunningPhases phases_;
+};
+
+template <class T, Source source, bool stream>
+void forward_tokens(const ForwardParams& params, int64_t begin, int64_t end) {
+  ForwardLoop<T, source, stream> loop(params);
+  if (params.positions.shared() && params.tokens.batch > 1) {
+    loop.shared_encodings(begin, end);
+  } else {
+    loop.own_encodings(begin, end);
+  }
+  if (stream) end_stream();
+}
+
+template <class T>
+void forward_typed(const ForwardParams& params, bool stream, int64_t begin, int64_t end) {
+  const auto run = [&](auto source) {
+    stream ? forward_tokens<T, source.value, true>(params, begin, end)
+           : forward_tokens<T, source.value, false>(params, begin, end);
+  };
+  switch (params.source) {
+    case Source::gathered: return run(std::integral_constant<Source, Source::gathered>{});
+    case Source::dense: return run(std::integral_constant<Source, Source::dense>{});
+    case Source::none: return run(std::integral_constant<Source, Source::none>{});
+  }
+}
+
+void forward(const ForwardParams& params, bool stream, int64_t begin, int64_t end) {
+  with_element(params.dtype, [&](auto element) { forward_typed<decltype(element)>(params, stream, begin, end); });
+}

@@ -1,0 +1,121 @@
+// Checks of the arguments that are tensors. A message names op, argument, requirement and the value it got.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../cpu/dispatch.h"
+#include "../errors.h"
+#include "../params.h"
+
+namespace posenc {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline std::string text(IntHeaderOnlyArrayRef sizes) {
+  std::string result = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) result += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
+  return result + "]";
+}
+
+inline const char* text(ScalarType type) { return torch::headeronly::toString(type); }
+
+inline bool equal(IntHeaderOnlyArrayRef a, IntHeaderOnlyArrayRef b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
+}
+
+inline Dtype dtype_of(ScalarType type, const char* op, const char* argument) {
+  switch (type) {
+    case ScalarType::Float: return Dtype::float32;
+    case ScalarType::Double: return Dtype::float64;
+    case ScalarType::BFloat16: return Dtype::bfloat16;
+    case ScalarType::Half: return Dtype::float16;
+    default: break;
+  }
+  throw std::invalid_argument(
+      message(op, argument, " must have dtype float32, float64, bfloat16 or float16, got ", text(type)));
+}
+
+inline Integers integers_of(const Tensor& tensor, const char* op, const char* argument) {
+  const ScalarType type = tensor.scalar_type();
+  POSENC_CHECK(type == ScalarType::Long || type == ScalarType::Int, op, argument,
+               " must have dtype int64 or int32, got ", text(type));
+  return {tensor.const_data_ptr(), type == ScalarType::Long};
+}
+
+inline std::string device_text(const Tensor& tensor) {
+  int32_t type = 0;
+  aoti_torch_get_device_type(tensor.get(), &type);
+  const std::string name = type == aoti_torch_device_type_cpu()    ? "cpu"
+                           : type == aoti_torch_device_type_cuda() ? "cuda"
+                                                                   : "device type " + std::to_string(type);
+  return tensor.is_cpu() ? name : name + ":" + std::to_string(tensor.get_device_index());
+}
+
+inline void check_same_device(const Tensor& tensor, const char* argument, const Tensor& other, const char* other_name,
+                              const char* op) {
+  if (tensor.is_cpu() && other.is_cpu()) return;
+  POSENC_CHECK(device_text(tensor) == device_text(other), op, argument, " must be on the device of ", other_name, " (",
+               device_text(other), "), got ", device_text(tensor));
+}
+
+// Token ids, contiguous; `input` becomes a copy where it was not. On a GPU the kernels check the range, since to look
+// at ids here would be to wait for the device. An empty table has no id in range, so it is refused here.
+inline Integers checked_ids(Tensor& input, int64_t rows, const char* op) {
+  integers_of(input, op, "input");
+  if (!input.is_contiguous()) input = torch::stable::contiguous(input);
+  const Integers ids = integers_of(input, op, "input");
+  if (!input.is_cpu()) {
+    if (rows == 0 && input.numel() > 0)
+      throw std::out_of_range(message(op, "input must hold ids in [0, 0), got ", input.numel(), " ids"));
+    return ids;
+  }
+  const int64_t place = cpu::find_out_of_range(ids, input.numel(), rows);
+  if (place < 0) return ids;
+  std::vector<int64_t> index(input.dim());
+  for (int64_t rest = place, i = input.dim(); i-- > 0; rest /= input.size(i)) index[i] = rest % input.size(i);
+  throw std::out_of_range(message(op, "input must hold ids in [0, ", rows, "), got ", ids[place], " at input",
+                                  text(IntHeaderOnlyArrayRef(index.data(), index.size()))));
+}
+
+// The first byte that a tensor can reach, and the last.
+inline std::pair<const char*, const char*> reach(const Tensor& tensor) {
+  const char* first = static_cast<const char*>(tensor.const_data_ptr());
+  int64_t last = 0;
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
+  return {first, first + (last + 1) * static_cast<int64_t>(tensor.element_size()) - 1};
+}
+
+inline void check_disjoint(const Tensor& out, const Tensor& input, const char* argument, const char* op) {
+  if (out.numel() == 0 || input.numel() == 0) return;
+  const auto a = reach(out), b = reach(input);
+  POSENC_CHECK(a.second < b.first || b.second < a.first, op, "out must not share memory with ", argument);
+}
+
+// Whether two elements of a tensor may share memory. Sorted by stride, each axis must step over all that lies within.
+inline bool overlaps_itself(const Tensor& tensor) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  std::vector<std::pair<int64_t, int64_t>> axes;  // stride, size
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return false;
+    if (sizes[i] > 1) axes.emplace_back(strides[i], sizes[i]);
+  }
+  std::sort(axes.begin(), axes.end());
+  int64_t reached = 0;
+  for (const auto& [stride, size] : axes) {
+    if (stride <= reached) return true;
+    reached += stride * (size - 1);
+  }
+  return false;
+}
+
+}  // namespace posenc

@@ -1,0 +1,239 @@
+// The forward ops. A gathered, a dense and no base term share one function, from the arguments to the kernel.
+
+#include <torch/csrc/stable/library.h>
+
+#include "../frequency.h"
+#include "../spec.h"
+#include "cuda_call.h"
+#include "tensors.h"
+
+namespace posenc {
+namespace {
+
+// The arguments of a call, under their names in the schemas.
+struct EmbedArgs {
+  const char* op;
+  Spec spec;
+  const Tensor* positions;
+  int64_t offset = 0;
+  const Tensor* out = nullptr;
+  // A gathered base term.
+  const Tensor *weight = nullptr, *input = nullptr;
+  double token_scale = 1.0;
+  // A dense one.
+  const Tensor* x = nullptr;
+  // The encoding alone.
+  int64_t d_model = 0;
+  ScalarType dtype = ScalarType::Float;
+};
+
+const Tensor* given(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
+
+// `out` must be what a kernel can write as it is.
+void check_out(const Tensor& out, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like,
+               const char* like_name, const char* op) {
+  const IntHeaderOnlyArrayRef required(sizes.data(), sizes.size());
+  const auto got = out.sizes(), strides = out.strides();
+  POSENC_CHECK(out.scalar_type() == type, op, "out must have dtype ", text(type), ", got ", text(out.scalar_type()));
+  check_same_device(out, "out", like, like_name, op);
+  POSENC_CHECK(equal(got, required), op, "out must have shape ", text(required), ", got ", text(got));
+  POSENC_CHECK(column_stride(out) == 1, op,
+               "out must have contiguous columns (stride 1 in its last axis), got strides ", text(strides));
+  POSENC_CHECK(!overlaps_itself(out), op, "out must not overlap itself, got shape ", text(got), " with strides ",
+               text(strides));
+}
+
+// Checks everything before anything is written. Returns `out` or a new tensor; nothing where it only checks.
+std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
+  const char* op = args.op;
+  const bool sequence_first = args.spec.sequence_first;
+  ForwardParams params;
+  params.source = args.weight ? Source::gathered : args.x ? Source::dense : Source::none;
+  params.token_scale = args.token_scale;
+
+  // What has the device, the dtype and the width of the output.
+  const Tensor& like = args.weight ? *args.weight : args.x ? *args.x : *args.positions;
+  const char* like_name = args.weight ? "weight" : args.x ? "x" : "positions";
+  const ScalarType type = params.source == Source::none ? args.dtype : like.scalar_type();
+  params.dtype = dtype_of(type, op, params.source != Source::none ? like_name : args.out ? "out" : "dtype");
+  int64_t width = args.d_model;
+  auto token_sizes = like.sizes();
+  if (args.weight) {
+    POSENC_CHECK(like.dim() == 2, op, "weight must have 2 dimensions [vocab_size, d_model], got shape ",
+                 text(token_sizes));
+    check_same_device(*args.input, "input", like, like_name, op);
+    width = token_sizes[1];
+    token_sizes = args.input->sizes();
+  } else if (args.x) {
+    POSENC_CHECK(like.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar");
+    width = token_sizes[token_sizes.size() - 1];
+    token_sizes = {token_sizes.data(), token_sizes.size() - 1};
+  }
+  POSENC_CHECK(width >= 1, op, "the width (d_model) must be positive, got ", width);
+  const size_t axes = token_sizes.size();
+  params.tokens = tokens_of(token_sizes, sequence_first);
+
+  params.encoding.columns = args.spec.columns(width);
+  params.encoding.precision = args.spec.precision;
+  const auto table = frequencies(args.spec.base, args.spec.divisor, frequency_width(args.spec.odd, width),
+                                 params.encoding.columns.pairs());
+
+  std::optional<Tensor> positions;
+  params.positions.offset = args.offset;
+  params.positions.running = !args.positions;
+  if (args.positions) {
+    positions = *args.positions;
+    params.positions.given = integers_of(*positions, op, "positions");
+    check_same_device(*positions, "positions", like, like_name, op);
+    POSENC_CHECK(equal(positions->sizes(), token_sizes), op, "positions must have the shape of the tokens ",
+                 text(token_sizes), ", got ", text(positions->sizes()));
+    params.positions.strides = readable_strides(*positions, axes, sequence_first);
+    params.positions.given.data = positions->const_data_ptr();
+  } else {
+    int64_t last = 0;
+    POSENC_CHECK(!__builtin_add_overflow(args.offset, std::max<int64_t>(params.tokens.seq - 1, 0), &last), op,
+                 "offset ", args.offset, " + length ", params.tokens.seq, " exceeds the int64 range");
+  }
+
+  std::vector<int64_t> sizes;
+  sizes.reserve(axes + 1);
+  sizes.assign(token_sizes.begin(), token_sizes.end());
+  sizes.push_back(width);
+  if (args.out) {
+    check_out(*args.out, sizes, type, like, like_name, op);
+    POSENC_CHECK(token_strides(*args.out, axes, sequence_first), op,
+                 "the batch axes of out must be walkable with one stride, got shape ", text(args.out->sizes()),
+                 " with strides ", text(args.out->strides()));
+    const bool in_place =
+        args.x && like.const_data_ptr() == args.out->const_data_ptr() && equal(like.strides(), args.out->strides());
+    if (!in_place) check_disjoint(*args.out, like, args.x ? "x (unless it is x)" : like_name, op);
+    if (args.input) check_disjoint(*args.out, *args.input, "input", op);
+    if (args.positions) check_disjoint(*args.out, *args.positions, "positions", op);
+  }
+
+  Tensor base = like;
+  if (args.x) params.base_strides = readable_strides(base, axes, sequence_first);
+  if (params.source != Source::none) {
+    params.base = base.const_data_ptr();
+    params.column_stride = column_stride(base);
+  }
+  std::optional<Tensor> input;
+  if (args.weight) {
+    params.rows = base.size(0);
+    params.row_stride = base.stride(0);
+    input = *args.input;
+    params.ids = checked_ids(*input, params.rows, op);
+  }
+  if (only_check) {
+    if (like.is_cpu()) return std::nullopt;
+    const CudaCall call(cuda::Op::check, like);
+    cuda::check_bounds(params.ids, params.tokens.count(), params.rows, call->launch());
+    call->finish_and_wait();
+    return std::nullopt;
+  }
+
+  Tensor result = args.out ? *args.out : empty(sizes, type, like);
+  if (params.tokens.count() == 0) return result;
+  params.out = result.mutable_data_ptr();
+  params.out_strides = *token_strides(result, axes, sequence_first);
+  if (like.is_cpu()) {
+    params.encoding.frequencies = table->view();
+    cpu::forward(params, torch_threads);
+    return result;
+  }
+  const CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
+  params.encoding.frequencies = call->frequencies(table);
+  cuda::forward(params, call->launch());
+  call->finish();
+  return result;
+}
+
+Tensor embed_fwd(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
+                 double base, int64_t flags) {
+  return *run({"embed", {base, flags, "embed"}, given(positions), offset, nullptr, &weight, &input, token_scale});
+}
+
+// The last three shape the gradient only.
+Tensor embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
+             double base, int64_t flags, int64_t, bool, bool) {
+  return *run({"embed", {base, flags, "embed"}, given(positions), offset, nullptr, &weight, &input, token_scale});
+}
+
+void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double token_scale,
+               double base, int64_t flags, Tensor out) {
+  run({"embed", {base, flags, "embed"}, given(positions), offset, &out, &weight, &input, token_scale});
+}
+
+// All the checks of embed_out (or of embed), for callers that must write somewhere before it. On a GPU it waits until
+// the ids have been looked at.
+void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double base,
+                 int64_t flags, std::optional<Tensor> out) {
+  run({"embed", {base, flags, "embed"}, given(positions), offset, given(out), &weight, &input}, true);
+}
+
+Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, std::optional<Tensor> frequencies,
+                     std::optional<Tensor> position_table, std::optional<Tensor> seed, int64_t offset,
+                     double token_scale, double base, int64_t flags, int64_t, bool, bool, double encoding_scale,
+                     int64_t at_padding, double dropout_p) {
+  const char* op = "embed_general";
+  const auto refuse = [&](const char* argument, bool given) {
+    POSENC_CHECK(!given, op, argument, " is not supported yet");
+  };
+  refuse("frequencies", frequencies.has_value());
+  refuse("position_table", position_table.has_value());
+  refuse("encoding_scale", encoding_scale != 1);
+  refuse("at_padding", at_padding != 0);
+  refuse("dropout_p", dropout_p != 0);
+  refuse("seed", seed.has_value());
+  return *run({op, {base, flags, op}, given(positions), offset, nullptr, &weight, &input, token_scale});
+}
+
+Tensor add_positional_encoding(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags) {
+  const char* op = "add_positional_encoding";
+  return *run({.op = op, .spec = {base, flags, op}, .positions = given(positions), .offset = offset, .x = &x});
+}
+
+void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags,
+                                 Tensor out) {
+  const char* op = "add_positional_encoding";
+  run({.op = op, .spec = {base, flags, op}, .positions = given(positions), .offset = offset, .out = &out, .x = &x});
+}
+
+Tensor encode(const Tensor& positions, int64_t d_model, int64_t offset, double base, int64_t flags, ScalarType dtype,
+              const Tensor* out) {
+  EmbedArgs args{"positional_encoding", {base, flags, "positional_encoding"}, &positions, offset, out};
+  args.d_model = d_model;
+  args.dtype = dtype;
+  return *run(args);
+}
+
+Tensor positional_encoding(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags,
+                           ScalarType dtype) {
+  return encode(positions, d_model, offset, base, flags, dtype, nullptr);
+}
+
+void positional_encoding_out(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags,
+                             Tensor out) {
+  encode(positions, d_model, offset, base, flags, out.scalar_type(), &out);
+}
+
+// The same functions for both: they look at where the tensors are.
+template <class Library>
+void register_kernels(Library& m) {
+  m.impl("embed", TORCH_BOX(&embed));
+  m.impl("_embed_fwd", TORCH_BOX(&embed_fwd));
+  m.impl("embed_out", TORCH_BOX(&embed_out));
+  m.impl("check_embed", TORCH_BOX(&check_embed));
+  m.impl("embed_general", TORCH_BOX(&embed_general));
+  m.impl("add_positional_encoding", TORCH_BOX(&add_positional_encoding));
+  m.impl("_add_positional_encoding_fwd", TORCH_BOX(&add_positional_encoding));
+  m.impl("add_positional_encoding_out", TORCH_BOX(&add_positional_encoding_out));
+  m.impl("positional_encoding", TORCH_BOX(&positional_encoding));
+  m.impl("positional_encoding_out", TORCH_BOX(&positional_encoding_out));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) { register_kernels(m); }
+STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CUDA, m) { register_kernels(m); }
+
+}  // namespace
+}  // namespace posenc

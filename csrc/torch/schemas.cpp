@@ -1,0 +1,55 @@
+// The schemas of the custom ops. Only this folder knows torch, and only through its stable ABI, so that one build loads
+// in every torch from 2.10 on.
+//
+// Every op takes its spec as scalars (base and flags, see Spec), so a compiled or exported graph holds no table and no
+// frequencies. New fields are new bits of flags; new arguments go to embed_general, whose graphs carry names.
+//   positions   None for the running index, or an integer tensor of the shape of the tokens
+//   offset      added to either
+// Ops named *_fwd and *_bwd are raw. The public names carry autograd formulas (posenc_ext/ops).
+
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+namespace posenc {
+
+STABLE_TORCH_LIBRARY(posenc_ext, m) {
+  const auto define = [&](const std::string& name, const char* arguments) { m.def((name + arguments).c_str()); };
+  define(
+      "embed",
+      "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, float base, int flags, int "
+      "padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor");
+  define("_embed_fwd",
+         "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, float base, int flags) "
+         "-> Tensor");
+  define("embed_out",
+         "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, float base, int flags, "
+         "Tensor(a!) out) -> ()");
+  define("check_embed",
+         "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? out=None) "
+         "-> ()");
+  // Tensors are not keyword-only, since torch cannot differentiate those. 1052672: the flags of "vaswani".
+  define("embed_general",
+         "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
+         "Tensor? seed=None, *, SymInt offset=0, float token_scale=1.0, float base=10000.0, int flags=1052672, int "
+         "padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False, float encoding_scale=1.0, int "
+         "at_padding=0, float dropout_p=0.0) -> Tensor");
+  for (const char* name : {"embed_backward", "_embed_bwd"})
+    define(name,
+           "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool "
+           "scale_grad_by_freq) -> Tensor");
+  for (const char* name : {"embed_backward_sparse", "_embed_bwd_sparse"})
+    define(name,
+           "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool "
+           "scale_grad_by_freq) -> (Tensor rows, Tensor values)");
+  for (const char* name : {"add_positional_encoding", "_add_positional_encoding_fwd"})
+    define(name, "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor");
+  define("add_positional_encoding_out",
+         "(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
+  define("positional_encoding",
+         "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
+  define("positional_encoding_out",
+         "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
+}
+
+}  // namespace posenc

@@ -1,0 +1,97 @@
+"""What a call says: its arguments, each named once, and its positions, resolved once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from posenc_ext.conventions import NO_ENCODING
+
+_INT64 = 2**63
+_is_compiling = torch.compiler.is_compiling
+
+
+class EmbedCall(NamedTuple):
+    """token_scale * weight[input] + encoding(positions + offset); in the order of the op `embed`."""
+
+    weight: Tensor
+    input: Tensor
+    positions: Tensor | None = None  # of the shape of input, or None for the running index
+    offset: int = 0
+    token_scale: float = 1.0
+    base: float = NO_ENCODING.base
+    flags: int = NO_ENCODING.flags
+    padding_idx: int = -1  # none
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
+
+
+class GradientCall(NamedTuple):
+    """The weight gradient of `embed`; in the order of the op `embed_backward`."""
+
+    grad: Tensor
+    input: Tensor
+    num_weights: int
+    token_scale: float
+    padding_idx: int
+    scale_grad_by_freq: bool
+
+
+def by_name(op: Any, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `op` under their names in its schema."""
+    return dict(zip((argument.name for argument in op._schema.arguments), inputs, strict=False)) | dict(keywords)
+
+
+def resolve_positions(
+    op: str,
+    positions: Tensor | None,
+    offset: int,
+    first_position: int,
+    token_shape: torch.Size,
+    batch_first: bool,
+) -> tuple[Tensor | None, int]:
+    """Positions and offset as the ops take them; `first_position` is that of the running index."""
+    if positions is None:
+        offset = offset + first_position
+    else:
+        positions = broadcast_positions(positions, token_shape, batch_first, op)
+    check_offset(op, offset)
+    return positions, offset
+
+
+def check_offset(op: str, offset: int) -> None:
+    """Refuse what the op's int64 argument cannot hold; the dispatcher's own message names neither."""
+    if not _is_compiling() and not -_INT64 <= offset < _INT64:
+        raise ValueError(f"posenc_ext::{op}: offset {offset} exceeds the int64 range")
+
+
+def broadcast_positions(
+    positions: Tensor, token_shape: torch.Size, batch_first: bool = True, op: str = "broadcast_positions"
+) -> Tensor:
+    """Positions as a view of the shape of the token axes.
+
+    Args:
+        positions: broadcastable to the token axes, or 1-D along the sequence axis.
+        token_shape: sizes of the token axes.
+        batch_first: whether the sequence is the last token axis, or the first one.
+        op: for the message.
+
+    Raises:
+        ValueError: positions of another shape.
+    """
+    if positions.shape == token_shape:
+        return positions
+    given = positions
+    if positions.dim() == 1 and not batch_first and len(token_shape) > 1:
+        positions = positions.reshape([-1] + [1] * (len(token_shape) - 1))
+    # Not by catching what expand raises: a traced call would not get there.
+    pairs = zip(reversed(positions.shape), reversed(token_shape), strict=False)
+    if positions.dim() > len(token_shape) or any(size not in (1, tokens) for size, tokens in pairs):
+        raise ValueError(
+            f"posenc_ext::{op}: positions must be broadcastable to the tokens {list(token_shape)}, or 1-D along the "
+            f"sequence, got shape {list(given.shape)}"
+        )
+    return positions.expand(token_shape)

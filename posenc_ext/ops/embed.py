@@ -1,0 +1,163 @@
+"""token_scale * weight[input] + encoding: the eager entry and the formulas of the gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posenc_ext.ops import compose
+from posenc_ext.ops.call import EmbedCall, GradientCall, by_name
+
+_ops = torch.ops.posenc_ext
+_embed = _ops.embed.default
+_embed_fwd = _ops._embed_fwd.default
+_is_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
+
+
+def run(call: EmbedCall) -> Tensor:
+    """The layer, differentiable in weight."""
+    if compose.needed():
+        return compose.embed(call)
+    result: Tensor
+    if _is_compiling():
+        if call.sparse:
+            raise NotImplementedError(
+                "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
+            )
+        result = _embed(*call)
+    elif call.weight.requires_grad and _grad_enabled():
+        result = _apply(*call)
+    else:
+        weight, input, positions, offset, token_scale, base, flags, *_ = call
+        result = _embed_fwd(weight, input, positions, offset, token_scale, base, flags)
+    return result
+
+
+def _save(ctx: Any, call: EmbedCall) -> None:
+    ctx.save_for_backward(call.input)
+    ctx.gradient = (call.weight.shape[0], call.token_scale, call.padding_idx, call.scale_grad_by_freq)
+    ctx.sparse = call.sparse
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        call = EmbedCall(*args)
+        weight, input, positions, offset, token_scale, base, flags, *_ = call
+        result = _embed_fwd(weight, input, positions, offset, token_scale, base, flags)
+        _save(ctx, call)
+        ctx.leaf = weakref.ref(weight) if call.sparse and weight.is_leaf else None
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = _weight_gradient(ctx, grad)
+        if ctx.leaf is not None:
+            _keep_coalesced(ctx.leaf, gradient)
+        return (gradient, *(None,) * (len(EmbedCall._fields) - 1))
+
+
+_apply: Callable[..., Tensor] = _Embed.apply
+
+
+def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None:
+    """See that `leaf.grad`, if it becomes this gradient and nothing else, is known to be coalesced.
+
+    When autograd stores a sparse gradient it makes a tensor of the same indices and values and forgets that, and an
+    optimiser would sort and sum them once more.
+    """
+    values = gradient._values()
+
+    def at_end_of_backward() -> None:
+        tensor = leaf()
+        stored = None if tensor is None else tensor.grad
+        if stored is not None and stored.is_sparse and stored._values().data_ptr() == values.data_ptr():
+            stored._coalesced_(True)
+
+    torch.autograd.Variable._execution_engine.queue_callback(at_end_of_backward)
+
+
+def _weight_gradient(ctx: Any, grad: Tensor) -> Tensor:
+    (input,) = ctx.saved_tensors
+    call = GradientCall(grad, input, *ctx.gradient)
+    if compose.needed():  # forward mode over the backward pass
+        return compose.weight_gradient(call, ctx.sparse)
+    # With create_graph the op that has a formula of its own is taken, so that the double backward is right.
+    recorded = _grad_enabled() and grad.requires_grad
+    result: Tensor
+    if not ctx.sparse:
+        result = _ops.embed_backward.default(*call) if recorded or _is_compiling() else _ops._embed_bwd.default(*call)
+        return result
+    rows, values = (_ops.embed_backward_sparse if recorded else _ops._embed_bwd_sparse).default(*call)
+    # The rows come sorted and unique, so the gradient is born coalesced.
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values, (call.num_weights, values.shape[1]), is_coalesced=True, check_invariants=False
+    )
+
+
+# ---- formulas of the public ops --------------------------------------------------------------------------------------
+
+
+def _register_embed(op: Any) -> None:
+    positional = [argument for argument in op._schema.arguments if not argument.kwarg_only]
+
+    def setup(
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any] | None = None
+    ) -> None:
+        given = by_name(op, inputs, keyword_only_inputs or {})
+        _save(ctx, EmbedCall(**{name: given[name] for name in EmbedCall._fields}))
+
+    def formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (_weight_gradient(ctx, grad), *(None,) * (len(positional) - 1))
+
+    torch.library.register_autograd(op.name(), formula, setup_context=setup)
+
+
+_register_embed(_embed)
+_register_embed(_ops.embed_general.default)
+
+
+# The weight gradient is linear in the output gradient. Its transpose is the lookup without an encoding: what arrives for
+# row r goes to every token of r, times the scale and the same divisors.
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    call = GradientCall(*inputs)
+    ctx.save_for_backward(call.input, *(output[:1] if isinstance(output, tuple) else ()))
+    ctx.options = (call.token_scale, call.padding_idx, call.scale_grad_by_freq)
+
+
+def _transposed(
+    grad_rows: Tensor, tokens: Tensor, input: Tensor, options: tuple[float, int, bool]
+) -> tuple[Tensor | None, ...]:
+    """Row tokens[i] of grad_rows for each token, scaled as the weight gradient is; zero at padding."""
+    token_scale, padding_idx, scale_grad_by_freq = options
+    result = torch.nn.functional.embedding(tokens, grad_rows) * token_scale
+    if scale_grad_by_freq:
+        _, place, counts = torch.unique(input, return_inverse=True, return_counts=True)
+        result = result / counts[place].unsqueeze(-1)
+    if padding_idx >= 0:
+        result = result.masked_fill((input == padding_idx).unsqueeze(-1), 0)
+    return (result, *(None,) * (len(GradientCall._fields) - 1))
+
+
+def _backward_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (input,) = ctx.saved_tensors
+    return _transposed(grad, input, input, ctx.options)
+
+
+def _backward_sparse_formula(ctx: Any, _: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
+    input, rows = ctx.saved_tensors
+    # Padding tokens have no row and are zeroed; the row appended is for those that would come after the last.
+    place = torch.searchsorted(rows, input.to(rows.dtype))
+    padded = torch.cat([grad_values, grad_values.new_zeros((1, grad_values.shape[1]))])
+    return _transposed(padded, place, input, ctx.options)
+
+
+torch.library.register_autograd("posenc_ext::embed_backward", _backward_formula, setup_context=_save_backward)
+torch.library.register_autograd(
+    "posenc_ext::embed_backward_sparse", _backward_sparse_formula, setup_context=_save_backward
+)

@@ -1,0 +1,124 @@
+"""Fake kernels: shapes, dtypes and devices for tracing, and the checks that need no values.
+
+Each takes the arguments it looks at by their names in the schemas, so ops of one kind share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posenc_ext.ops.call import by_name
+
+_FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _require(condition: bool, op: str, text: str) -> None:
+    if not condition:
+        raise ValueError(f"posenc_ext::{op}: {text}")
+
+
+def _check_integers(op: str, argument: str, tensor: Tensor) -> None:
+    good = tensor.dtype in (torch.int64, torch.int32)
+    _require(good, op, f"{argument} must have dtype int64 or int32, got {tensor.dtype}")
+
+
+def _check_device(op: str, argument: str, tensor: Tensor, like: Tensor, name: str) -> None:
+    good = tensor.device == like.device
+    _require(good, op, f"{argument} must be on the device of {name} ({like.device}), got {tensor.device}")
+
+
+def _check_floating(op: str, argument: str, dtype: torch.dtype) -> None:
+    good = dtype in _FLOATING
+    _require(good, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}")
+
+
+def _output(
+    op: str,
+    like: Tensor,
+    name: str,
+    dtype: torch.dtype,
+    token_shape: torch.Size,
+    width: int,
+    positions: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """What a forward op returns, after the checks that all of them have in common."""
+    _require(width >= 1, op, f"the width (d_model) must be positive, got {width}")
+    if positions is not None:
+        _check_integers(op, "positions", positions)
+        good = positions.shape == token_shape
+        text = f"positions must have the shape of the tokens {list(token_shape)}, got {list(positions.shape)}"
+        _require(good, op, text)
+        _check_device(op, "positions", positions, like, name)
+    shape = [*token_shape, width]
+    if out is not None:
+        _check_device(op, "out", out, like, name)
+        _require(out.dtype == dtype, op, f"out must have dtype {dtype}, got {out.dtype}")
+        _require(list(out.shape) == shape, op, f"out must have shape {shape}, got {list(out.shape)}")
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _embed(
+    op: str, weight: Tensor, input: Tensor, positions: Tensor | None = None, out: Tensor | None = None, **_: Any
+) -> Tensor:
+    _check_floating(op, "weight", weight.dtype)
+    _require(weight.dim() == 2, op, f"weight must have 2 dimensions [vocab_size, d_model], got {list(weight.shape)}")
+    _check_integers(op, "input", input)
+    _check_device(op, "input", input, weight, "weight")
+    return _output(op, weight, "weight", weight.dtype, input.shape, weight.shape[1], positions, out)
+
+
+def _add(op: str, x: Tensor, positions: Tensor | None, out: Tensor | None = None, **_: Any) -> Tensor:
+    _check_floating(op, "x", x.dtype)
+    _require(x.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar")
+    return _output(op, x, "x", x.dtype, x.shape[:-1], x.shape[-1], positions, out)
+
+
+def _encode(op: str, positions: Tensor, d_model: int, dtype: Any = None, out: Tensor | None = None, **_: Any) -> Tensor:
+    argument, chosen = ("dtype", dtype) if out is None else ("out", out.dtype)
+    _check_floating(op, argument, chosen)
+    return _output(op, positions, "positions", chosen, positions.shape, d_model, positions, out)
+
+
+def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) -> Any:
+    _check_floating(op, "grad", grad.dtype)
+    _check_integers(op, "input", input)
+    _check_device(op, "input", input, grad, "grad")
+    good = grad.dim() == input.dim() + 1 and grad.shape[:-1] == input.shape
+    text = f"grad must have the shape of input {list(input.shape)} and one axis more, got {list(grad.shape)}"
+    _require(good, op, text)
+    if op == "embed_backward":
+        return grad.new_empty((num_weights, grad.shape[-1]))
+    count = torch.library.get_ctx().new_dynamic_size()
+    return grad.new_empty((count,), dtype=torch.int64), grad.new_empty((count, grad.shape[-1]))
+
+
+def _register(name: str, op: str, check: Callable[..., Any]) -> None:
+    overload = getattr(torch.ops.posenc_ext, name).default
+
+    def fake(*inputs: Any, **keywords: Any) -> Any:
+        result = check(op, **by_name(overload, inputs, keywords))
+        return result if overload._schema.returns else None
+
+    torch.library.register_fake(overload.name(), fake)
+
+
+# The names in messages are those of the public ops.
+for _op, _check, _names in (
+    ("embed", _embed, ("embed", "_embed_fwd", "embed_out", "check_embed")),
+    ("embed_general", _embed, ("embed_general",)),
+    ("embed_backward", _gradient, ("embed_backward", "_embed_bwd")),
+    ("embed_backward_sparse", _gradient, ("embed_backward_sparse", "_embed_bwd_sparse")),
+    (
+        "add_positional_encoding",
+        _add,
+        ("add_positional_encoding", "_add_positional_encoding_fwd", "add_positional_encoding_out"),
+    ),
+    ("positional_encoding", _encode, ("positional_encoding", "positional_encoding_out")),
+):
+    for _name in _names:
+        _register(_name, _op, _check)
