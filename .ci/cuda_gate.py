@@ -1,15 +1,20 @@
-"""What the CUDA compiler made of the kernels: read from a built wheel, held to csrc/cuda/sass_budget.json.
+"""What the CUDA compiler made of the kernels, read from a built wheel.
 
-For every kernel of ours and every architecture: no stack frame (so no spill) and no local memory; in kernels on whole
-vectors, 128-bit accesses of global memory; in the storing loop of the forward kernels, no more instructions for an
-element than the budget says. Kernels of CUB, which sort the ids, are left to its authors.
+For every kernel of ours and every architecture:
+    no stack frame (so no spill) and no local memory
+    kernels on whole vectors load and store 128 bits at a time
+    no instruction that flushes subnormal numbers to zero
+    fused multiply-adds only where the source writes them: in the polynomials of fp32 sines and cosines, and there they
+    are; none where a table is scaled and an encoding is added, where these are a multiplication and an addition
 
-Usage: python .ci/cuda_gate.py WHEEL [--write]     --write takes the counts found as the new budget
+Kernels of CUB, which sort the ids, are left to its authors. So is the division of scale_grad_by_freq, which brings
+instructions of its own into sum_rows.
+
+Usage: python .ci/cuda_gate.py WHEEL
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -21,209 +26,123 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-BUDGET = Path("csrc/cuda/sass_budget.json")
 ARCHITECTURES = ("75", "80", "90", "100", "120")
-ELEMENT_BYTES = {"float": 4, "double": 8, "bfloat16": 2, "float16": 2}
-SOURCES = ("gathered", "dense", "none")
-COLUMNS = ("interleaved", "halves", "plain")
-MODES = ("shared", "token_exact", "token_reference")
+OURS = "_ZN6posenc4cuda"
+ENUMS = {
+    "Source": ("gathered", "dense", "none"),
+    "cuda::Arrangement": ("interleaved", "halves", "plain"),
+    "cuda::Mode": ("shared", "per_token_exact", "per_token_reference"),
+}
+# Instructions of one division, at most.
+DIVISION = {"fused": 20, "flushing": 10}
 
 
-def tool(name: str) -> str:
-    """A program of the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, or of a CUDA toolkit."""
-    installed = sorted(Path(sysconfig.get_path("purelib")).glob(f"nvidia/*/bin/{name}"))
-    found = str(installed[-1]) if installed else shutil.which(name)
-    if not found:
-        raise SystemExit(f"cuda_gate: {name} not found; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
-    return found
+def cuobjdump(*arguments: str) -> str:
+    """Output of the program of the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, or of a CUDA toolkit."""
+    installed = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/cuobjdump"))
+    program = str(installed[-1]) if installed else shutil.which("cuobjdump")
+    if not program:
+        raise SystemExit("cuda_gate: cuobjdump not found; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    return subprocess.run([program, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def run(*command: str, folder: Path | None = None) -> str:
-    """Standard output of a command that must succeed."""
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder).stdout
+def readable(symbols: list[str]) -> list[str]:
+    """Mangled names to names such as forward_vectors<float, gathered, interleaved, shared>."""
+    text = subprocess.run(["c++filt", *symbols], check=True, capture_output=True, text=True).stdout
+    for enum, values in ENUMS.items():
+        text = re.sub(rf"\(posenc::{enum}\)(\d)", lambda m, v=values: v[int(m[1])], text)
+    text = re.sub(r"\([^()]*\)$|^void ", "", text, flags=re.MULTILINE)
+    return (
+        text.replace("posenc::cuda::", "").replace("__nv_bfloat16", "bfloat16").replace("__half", "half").splitlines()
+    )
 
 
-def readable(mangled: list[str]) -> dict[str, str]:
-    """Mangled names of kernels to names such as forward_vectors<float, gathered, interleaved, shared>."""
-    names = {}
-    for symbol, text in zip(mangled, run("c++filt", *mangled).splitlines(), strict=True):
-        for enum, values in (("Source", SOURCES), ("cuda::Columns", COLUMNS), ("cuda::Mode", MODES)):
-            text = re.sub(rf"\(posenc::{enum}\)(\d)", lambda m, v=values: v[int(m[1])], text)
-        text = re.sub(r"\([^()]*\)$|^void ", "", text)
-        text = text.replace("posenc::cuda::", "").replace("__nv_bfloat16", "bfloat16").replace("__half", "float16")
-        names[symbol] = text
-    return names
+def resources(library: str, architecture: str) -> dict[str, tuple[int, int]]:
+    """Registers, and bytes of stack and local memory, of each kernel of ours."""
+    found = re.findall(
+        r"Function (\w+):\s+REG:(\d+) STACK:(\d+).*? LOCAL:(\d+)",
+        cuobjdump("-res-usage", "-arch", f"sm_{architecture}", library),
+    )
+    return {name: (int(registers), int(stack) + int(local)) for name, registers, stack, local in found
+            if name.startswith(OURS)}  # fmt: skip
 
 
-# ---- resources -------------------------------------------------------------------------------------------------------
-
-
-def resource_problems(library: Path) -> list[str]:
-    """Stack frames and local memory of our kernels."""
-    problems, seen, architecture, function = [], 0, "", ""
-    for line in run(tool("cuobjdump"), "-res-usage", str(library)).splitlines():
-        if match := re.search(r"^arch = sm_(\d+)", line):
-            architecture = match[1]
-        elif match := re.search(r"Function (\S+):", line):
-            function = match[1]
-        elif (match := re.search(r"REG:(\d+) STACK:(\d+).*? LOCAL:(\d+)", line)) and is_ours(function):
-            seen += 1
-            if int(match[2]) or int(match[3]):
-                problems.append(f"{function} on sm_{architecture}: stack {match[2]}, local memory {match[3]} bytes")
-    print(f"{seen} kernels read, {len(problems)} with a stack frame or local memory")
-    return problems if seen else ["no kernel found in the library"]
-
-
-def is_ours(symbol: str) -> bool:
-    """Whether a kernel is of this project."""
-    return symbol.startswith("_ZN6posenc4cuda")
-
-
-# ---- machine code ----------------------------------------------------------------------------------------------------
-
-
-def functions(cubin: Path) -> dict[str, list[str]]:
-    """Instructions and labels of each kernel of ours."""
+def instructions(library: str, architecture: str) -> dict[str, list[str]]:
+    """The machine code of each kernel of ours."""
     code: dict[str, list[str]] = {}
     lines: list[str] = []
-    for line in run(tool("nvdisasm"), "-c", str(cubin)).splitlines():
-        if match := re.match(r"\s*\.section\s+\.text\.([^,\s]+)", line):
-            lines = code.setdefault(match[1], []) if is_ours(match[1]) else []
-        elif match := re.match(r"\s*(\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            lines.append(match[1] or match[2])
+    for line in cuobjdump("-sass", "-arch", f"sm_{architecture}", library).splitlines():
+        if match := re.match(r"\s*Function : (\w+)", line):
+            lines = code.setdefault(match[1], []) if match[1].startswith(OURS) else []
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            lines.append(match[1])
     return code
 
 
-def loops(lines: list[str]) -> list[list[str]]:
-    """Innermost loops: what lies between a label and a branch back to it."""
-    labels, instructions, spans = {}, [], []
-    for line in lines:
-        if line.startswith(".L_x_"):
-            labels[line] = len(instructions)
-            continue
-        instructions.append(line)
-        match = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", line)
-        if match and match[1] in labels:
-            spans.append((labels[match[1]], len(instructions)))
-    inner = [(a, b) for a, b in spans if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)]
-    return [instructions[a:b] for a, b in inner]
+def problems_of(name: str, code: list[str]) -> list[str]:
+    """What the machine code of a kernel should not have, and what it lacks."""
+    text = "\n".join(code)
 
+    def count(pattern: str) -> int:
+        return len(re.findall(rf"\b(?:{pattern})\b", text))
 
-def per_element(name: str, lines: list[str]) -> float | None:
-    """Instructions for an element in the loop that stores most vectors; None where no loop does."""
-    found = [(sum("STG.E.128" in line for line in loop), len(loop)) for loop in loops(lines)]
-    most = max((stores for stores, _ in found), default=0)
-    if not most:
-        return None
-    elements = most * 16 / ELEMENT_BYTES[re.search(r"<(\w+)", name)[1]]
-    return round(max(length for stores, length in found if stores == most) / elements, 2)
-
-
-def code_problems(name: str, architecture: str, lines: list[str]) -> list[str]:
-    """Local memory, and missing wide accesses."""
-    place = f"{name} on sm_{architecture}"
-    problems = [f"{place}: {line}" for line in lines if re.search(r"\b(LDL|STL)\b", line)]
-    on_vectors = name.startswith("forward_vectors") or ", true>" in name
-    wide_store = any(re.search(r"STG\.E\.128", line) for line in lines)
-    wide_load = any(re.search(r"LDG\.E\.128", line) for line in lines)
-    if on_vectors and not wide_store:
-        problems.append(f"{place}: no 128-bit store")
-    if on_vectors and ", none, " not in name and not wide_load:
-        problems.append(f"{place}: no 128-bit load")
-    return problems
-
-
-def measure(library: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Instructions for an element by kernel and architecture, and what is wrong with the code."""
-    counts: dict[str, dict[str, float]] = defaultdict(dict)
-    problems: list[str] = []
-    seen: dict[str, set[str]] = defaultdict(set)
-    with tempfile.TemporaryDirectory() as folder:
-        run(tool("cuobjdump"), "-xelf", "all", str(library.resolve()), folder=Path(folder))
-        cubins = sorted(Path(folder).glob("*.cubin"))
-        with ThreadPoolExecutor() as pool:
-            disassembled = list(pool.map(functions, cubins))
-        for cubin, code in zip(cubins, disassembled, strict=True):
-            architecture = re.search(r"\.sm_(\d+)\.cubin$", cubin.name)[1]
-            names = readable(sorted(code)) if code else {}
-            for symbol, name in names.items():
-                seen[architecture].add(name)
-                problems += code_problems(name, architecture, code[symbol])
-                if name.startswith("forward_vectors"):
-                    count = per_element(name, code[symbol])
-                    if count is None:
-                        problems.append(f"{name} on sm_{architecture}: no loop stores vectors")
-                    else:
-                        counts[name][architecture] = count
-    for architecture in ARCHITECTURES:
-        print(f"sm_{architecture}: {len(seen[architecture])} kernels")
-        if len(seen[architecture]) != max(map(len, seen.values())) or not seen[architecture]:
-            problems.append(f"sm_{architecture}: kernels are missing")
-    return counts, problems
-
-
-# ---- the budget ------------------------------------------------------------------------------------------------------
-
-
-def limit(budget: dict, name: str) -> float:
-    """The most instructions for an element that a kernel may ever take, whatever the compiler."""
-    for entry in budget["limits"]:
-        if re.fullmatch(entry["kernels"], name):
-            return entry["instructions_per_element"]
-    raise SystemExit(f"cuda_gate: {BUDGET} has no limit for {name}")
-
-
-def budget_problems(counts: dict[str, dict[str, float]], budget: dict, compiler: str) -> list[str]:
-    """Counts over the limits; and, of the compiler that the budget was made with, over the budget and its slack."""
     problems = []
-    same = compiler == budget["nvcc"]
-    if not same:
-        print(f"nvcc {compiler}: held to the limits only, since the budget is of nvcc {budget['nvcc']}")
-    for name, by_architecture in sorted(counts.items()):
-        for architecture, count in by_architecture.items():
-            most = limit(budget, name)
-            planned = budget["kernels"].get(name, {}).get(architecture)
-            if count > most:
-                problems.append(f"{name} on sm_{architecture}: {count} instructions for an element, limit {most}")
-            if same and planned is None:
-                problems.append(f"{name} on sm_{architecture}: not in the budget; run with --write")
-            elif same and count > planned * (1 + budget["slack"]):
-                problems.append(f"{name} on sm_{architecture}: {count} instructions for an element, budget {planned}")
+    kernel, _, rest = name.partition("<")
+    parameters = rest.rstrip(">").split(", ")
+    divides = kernel == "sum_rows"
+    forward = kernel.startswith("forward")
+    encodes = forward and "plain" not in parameters
+    fused, multiplied, added = count("[FD]FMA2?"), count("[FD]MUL2?"), count("[FD]ADD2?")
+    if count("LDL|STL"):
+        problems.append("local memory")
+    if kernel == "forward_vectors" or "true" in parameters:
+        if not count(r"STG\.E\.128"):
+            problems.append("no 128-bit store")
+        if "none" not in parameters and not count(r"LDG\.E\.128"):
+            problems.append("no 128-bit load")
+    if len(re.findall(r"\.FTZ\b", text)) > (DIVISION["flushing"] if divides else 0):
+        problems.append("subnormal numbers are flushed to zero")
+    if encodes and "double" not in parameters:
+        if not fused:
+            problems.append("no fused multiply-add in an encoding")
+    elif fused > (DIVISION["fused"] if divides else 0):
+        problems.append(f"{fused} fused multiply-adds")
+    if forward and "gathered" in parameters and not multiplied:
+        problems.append("no multiplication by the scale")
+    if encodes and "none" not in parameters and not added:
+        problems.append("no addition of the encoding")
     return problems
 
 
-def print_table(counts: dict[str, dict[str, float]]) -> None:
-    """Instructions for an element."""
-    print(f"{'instructions for an element of the storing loop':70}" + "".join(f"sm_{a:>4}" for a in ARCHITECTURES))
-    for name in sorted(counts):
-        print(f"{name:70}" + "".join(f"{counts[name].get(a, float('nan')):7.1f}" for a in ARCHITECTURES))
-
-
-def nvcc_version() -> str:
-    """Major and minor number of the compiler on PATH."""
-    nvcc = shutil.which("nvcc")
-    return re.search(r"release (\d+\.\d+)", run(nvcc, "--version"))[1] if nvcc else "unknown"
-
-
-def main(wheel: str, write: bool) -> int:
+def main(wheel: str) -> int:
     """Run the gate; 1 if a kernel fails it."""
-    budget = json.loads(BUDGET.read_text())
-    with tempfile.TemporaryDirectory() as folder:
+    problems = []
+    registers: dict[str, dict[str, int]] = defaultdict(dict)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         zipfile.ZipFile(wheel).extractall(folder)
-        (library,) = Path(folder).rglob("_C*.so")
-        problems = resource_problems(library)
-        counts, found = measure(library)
-    problems += found
-    print_table(counts)
-    if write:
-        budget["nvcc"] = nvcc_version()
-        budget["kernels"] = {name: counts[name] for name in sorted(counts)}
-        BUDGET.write_text(json.dumps(budget, indent=1) + "\n")
-    problems += budget_problems(counts, budget, nvcc_version())
+        (library,) = map(str, Path(folder).rglob("_C*.so"))
+        used = list(pool.map(lambda a: resources(library, a), ARCHITECTURES))
+        code = list(pool.map(lambda a: instructions(library, a), ARCHITECTURES))
+    symbols = sorted(code[0])
+    names = dict(zip(symbols, readable(symbols), strict=True)) if symbols else {}
+    for architecture, of_kernels, usage in zip(ARCHITECTURES, code, used, strict=True):
+        if set(of_kernels) != set(names) or set(usage) != set(names) or not names:
+            problems.append(f"sm_{architecture}: kernels are missing")
+            continue
+        for symbol, name in names.items():
+            registers[name][architecture], memory = usage[symbol]
+            found = problems_of(name, of_kernels[symbol]) + (
+                [f"{memory} bytes of stack or local memory"] if memory else []
+            )
+            problems += [f"{name} on sm_{architecture}: {problem}" for problem in found]
+    print(f"{'registers of a thread':70}" + "".join(f"sm_{a:>4}" for a in ARCHITECTURES))
+    for name in sorted(registers):
+        print(f"{name:70}" + "".join(f"{registers[name][a]:7}" for a in ARCHITECTURES if a in registers[name]))
+    print(f"{len(names)} kernels, {sum(name.startswith('forward') for name in names.values())} of them forward")
     for problem in problems:
         print("FAILED:", problem)
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], "--write" in sys.argv[2:]))
+    raise SystemExit(main(sys.argv[1]))

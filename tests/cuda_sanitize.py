@@ -3,7 +3,7 @@
     compute-sanitizer --tool racecheck python tests/cuda_sanitize.py [--every N]
 
 A sanitizer is slow, so there is one call of each kind: sizes on either side of a vector, a warp and a block; 1, 2 and
-40 batches; long runs of one id. Results are compared with the CPU's, so a run without a sanitizer means something too.
+40 rows; many tokens of one id. Results are compared with the CPU's, so a run without a sanitizer is a test too.
 POSENC_TEST_DEVICE=cpu tries the program without a GPU.
 """
 
@@ -31,7 +31,7 @@ Call = tuple[str, Callable[[], tuple[Tensor, Tensor]]]
 
 
 def both(function: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The result on the device, brought back, and that on the CPU; later."""
+    """A function that returns the result of the device, brought back, and that of the CPU."""
     return lambda: (function(*(t.to(DEVICE, copy=True) for t in tensors)).cpu(), function(*tensors))
 
 
@@ -56,15 +56,15 @@ def forward_calls() -> Iterator[Call]:
                 both(lambda i, d=width, t=dtype: positional_encoding(i, d, dtype=t, convention="tensor2tensor"), ids),
             )
     weight = torch.randn(ROWS, 64)
-    for batches in (1, 2, 40):
-        yield f"{batches} batches", both(embed, torch.randint(ROWS, (batches, 33)), weight)
+    for rows in (1, 2, 40):
+        yield f"{rows} rows", both(embed, torch.randint(ROWS, (rows, 33)), weight)
 
 
 def backward_calls() -> Iterator[Call]:
     op = torch.ops.posenc_ext.embed_backward
     hot = torch.randint(ROWS, (700,))
     hot[::2] = 17
-    batches = {f"{n} batches": torch.randint(ROWS, (n, 33)) for n in (1, 2, 40)}
+    batches = {f"{n} rows": torch.randint(ROWS, (n, 33)) for n in (1, 2, 40)}
     for name, ids in {**batches, "half hot": hot, "all equal": torch.full((300,), 3)}.items():
         for dtype in DTYPES:
             for width in (7, 130):
@@ -87,12 +87,12 @@ def backward_calls() -> Iterator[Call]:
         )
 
 
-def bad_id_calls() -> int:
-    """Ids out of range: kernels must not touch what such a row would be. Returns how many errors were reported."""
+def out_of_range_calls() -> int:
+    """Kernels must not touch the row of an out-of-range id. Returns how many errors were reported."""
     reported = 0
     weight, grad = torch.randn(ROWS, 8, device=DEVICE), torch.randn(3, 8, device=DEVICE)
-    for bad in (ROWS, -1, 2**62):
-        ids = torch.tensor([1, bad, 2], device=DEVICE)
+    for index in (ROWS, -1, 2**62):
+        ids = torch.tensor([1, index, 2], device=DEVICE)
         for call in (
             lambda i=ids: embed(i, weight),
             lambda i=ids: torch.ops.posenc_ext.embed_backward(grad, i, ROWS, 1.0, -1, False),
@@ -119,10 +119,10 @@ def main() -> int:
             if got.shape != want.shape or not torch.equal(got.contiguous().view(integer), want.view(integer)):
                 wrong += 1
                 print(f"differs from the CPU: {what}")
-    reported = bad_id_calls()
+    reported = out_of_range_calls()
     if reported != 6:
         wrong += 1
-        print(f"of 6 bad ids {reported} were reported")
+        print(f"of 6 out-of-range ids {reported} were reported")
     print(f"{count} calls, {wrong} wrong")
     return 1 if wrong else 0
 

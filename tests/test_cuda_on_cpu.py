@@ -14,15 +14,16 @@ import pytest
 from cuda_on_cpu import build, ptx_to_cpp
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(build.nvcc() is None, reason="nvcc is neither in CUDA_HOME nor on PATH"),
     pytest.mark.skipif(build.gxx() is None, reason="g++ is not on PATH"),
-    pytest.mark.skipif(not build.kernel_sources(), reason="no sources here (csrc/cuda)"),
+    pytest.mark.skipif(not build.kernel_units(), reason="no sources here (csrc/cuda)"),
 ]
 
 MODES = ("plain", "asan", "tsan")
 ARCHITECTURES = (75, 80, 90, 100)
 # TSan knows some thousand threads at a time, and is slow at them: `checks --few` asks for these kernels alone.
-NOT_FOR_TSAN = {"forward_float64.cu", "forward_float16.cu"}
+TSAN_UNITS = build.kernel_units(dtypes=("float32", "bfloat16"))
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,8 @@ def builder(tmp_path_factory) -> Iterator[build.Builder]:
         builder.host_objects,
         lambda: builder.kernels_from_source("plain"),
         lambda: builder.kernels_from_source("asan"),
-        lambda: builder.kernels_from_source("tsan", tsan_sources()),
-        lambda: [builder.ptx(source, arch) for arch in ARCHITECTURES for source in build.kernel_sources()],
+        lambda: builder.kernels_from_source("tsan", TSAN_UNITS),
+        lambda: [builder.ptx(unit, arch) for arch in ARCHITECTURES for unit in build.kernel_units()],
         *[functools.partial(builder.kernels_from_ptx, arch, "asan") for arch in ARCHITECTURES],
         *[functools.partial(builder.sample_objects, mode) for mode in MODES],
     )
@@ -46,10 +47,6 @@ def check(program: Path, *arguments: str, seed: int = 0) -> str:
     status, output = build.run_program(program, *arguments, seed=seed)
     assert status == 0, output[-6000:]
     return output
-
-
-def tsan_sources() -> list[Path]:
-    return [source for source in build.kernel_sources() if source.name not in NOT_FOR_TSAN]
 
 
 # ---- the real kernels
@@ -65,7 +62,7 @@ def test_source_under_asan(builder):
 
 
 def test_source_under_tsan(builder):
-    objects = builder.kernels_from_source("tsan", tsan_sources())
+    objects = builder.kernels_from_source("tsan", TSAN_UNITS)
     program = builder.link("source-tsan", [*objects, *builder.host_objects()], "tsan", partial=True)
     assert " 0 failed" in check(program, "--few")
 
@@ -84,7 +81,7 @@ class Seeded:
 
     name: str
     file: str
-    unit: str  # the source that is compiled with the change
+    unit: str  # what is compiled with the change
     old: str
     new: str
     mode: str
@@ -93,21 +90,27 @@ class Seeded:
 
 
 SEEDED = [
-    Seeded("one token too far", "backward.cuh", "backward.cu", "for (; at < last; ++at)", "for (; at <= last; ++at)",
+    Seeded("one token too far", "backward.cuh", "backward", "for (; at < last; ++at)", "for (; at <= last; ++at)",
            "asan", "backward: patterns", "AddressSanitizer: heap-buffer-overflow|use-after-poison"),
-    Seeded("vectors at any address", "forward.cu", "forward.cu", "&& aligned(params.out)", "", "asan", "forward: views",
+    Seeded("vectors at any address", "forward.cu", "forward", "aligned(params.out) &&", "", "asan", "forward: views",
            "misaligned address"),
-    Seeded("sine and cosine swapped", "forward.cuh", "forward_bfloat16.cu", "waves.values[0][2 * i] = sines[i]",
-           "waves.values[0][2 * i] = cosines[i]", "plain", "forward: kernels", "FAILED"),
-    Seeded("every thread of a block does all its lanes", "forward.cuh", "forward_bfloat16.cu",
-           "int64_t lane = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t lane = blockIdx.x", "tsan",
+    Seeded("sine and cosine swapped", "forward.cuh", "forward_kernels_bfloat16",
+           "cosine_first ? pair.cos : pair.sin", "cosine_first ? pair.sin : pair.cos", "plain", "forward: kernels",
+           "FAILED"),
+    Seeded("far positions made by the near formulas", "forward.cuh", "forward_kernels_float32",
+           "magnitude(position) >= limit", "false", "plain", "forward: positions", "FAILED"),
+    Seeded("every thread of a block writes all its positions", "forward.cuh", "forward_kernels_bfloat16",
+           "int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t t = blockIdx.x", "tsan",
            "forward: kernels", "data race"),
-    Seeded("blocks do each other's slots", "backward.cuh", "backward.cu",
+    Seeded("threads write each other's rows", "forward.cuh", "forward_kernels_bfloat16",
+           "return blockIdx.z * int64_t{blockDim.z} + threadIdx.z", "return 0", "tsan", "forward: kernels",
+           "data race"),
+    Seeded("blocks do each other's slots", "backward.cuh", "backward",
            "int64_t slot = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t slot = threadIdx.y", "tsan",
            "backward: several blocks", "data race"),
-    Seeded("plain accesses to the record of bad ids", "bad_id.cuh", "check_ids.cu", "volatile BadId* const record",
-           "BadId* const record", "tsan", "search", "data race"),
-    Seeded("the last token of a run is left out", "backward.cuh", "backward.cu", "static_cast<int32_t>(at + 1)",
+    Seeded("plain accesses to the record", "out_of_range.cuh", "bounds", "volatile OutOfRange* const record",
+           "OutOfRange* const record", "tsan", "bounds", "data race"),
+    Seeded("the last token of a segment is left out", "backward.cuh", "backward", "static_cast<int32_t>(at + 1)",
            "static_cast<int32_t>(at)", "plain", "backward: patterns", "FAILED"),
 ]  # fmt: skip
 
@@ -119,12 +122,12 @@ def seeded_program(builder: build.Builder, bug: Seeded, folder: Path) -> Path:
     text = changed.read_text()
     assert text.count(bug.old) >= 1, f"{bug.file} has no {bug.old!r} any more"
     changed.write_text(text.replace(bug.old, bug.new))
-    sources = tsan_sources() if bug.mode == "tsan" else build.kernel_sources()
+    units = TSAN_UNITS if bug.mode == "tsan" else build.kernel_units()
     objects = [
-        builder.shim_object(csrc / "cuda" / source.name, bug.mode, csrc=csrc)
-        if source.name == bug.unit
-        else builder.shim_object(source, bug.mode)
-        for source in sources
+        builder.shim_object(unit._replace(path=csrc / "cuda" / unit.path.name), bug.mode, csrc=csrc)
+        if unit.name == bug.unit
+        else builder.shim_object(unit, bug.mode)
+        for unit in units
     ]
     name = re.sub(r"\W+", "-", f"seeded-{bug.name}")
     return builder.link(name, [*objects, *builder.host_objects()], bug.mode, partial=bug.mode == "tsan")
@@ -160,8 +163,6 @@ WRONG = {
     "leaves_out_second_barrier": ("tsan", "data race"),
     "ends_before_barrier": (None, "waits at __syncthreads that another left out"),
     "waits_at_two_barriers": (None, "wait at different __syncthreads"),
-    "names_absent_lanes": (None, "names a lane that has ended"),
-    "reads_outside_mask": (None, "reads a lane outside its mask"),
     "adds_in_block": ("tsan", "data race"),
     "adds_across_blocks": ("tsan", "data race"),
     "adds_across_blocks_with_barriers": ("tsan", "data race"),
@@ -171,7 +172,6 @@ WRONG = {
     "no_blocks": (None, "the grid has no blocks"),
     "too_many_threads": (None, "more than a block can have"),
     "grid_beyond_32_bits": (None, "exceeds 32 bits"),
-    "dynamic_shared_memory": (None, "dynamic shared memory is not modelled"),
 }
 
 
@@ -197,7 +197,7 @@ def test_plain_shared_memory_does_not_compile(builder, tmp_path):
         '#include "cuda_shim.h"\n__global__ void kernel() { __shared__ float values[4]; values[0] = 1; }\n'
     )
     with pytest.raises(build.BuildError, match="POSENC_SHARED"):
-        builder.shim_object(source, "plain").result()
+        builder.shim_object(build.Unit(source), "plain").result()
 
 
 # ---- the translator alone
@@ -283,10 +283,7 @@ def test_translator_refuses_small_structs():
 def test_real_ptx_leaves_no_rounding_to_ptxas(builder):
     """Every addition and multiplication of numbers says how it rounds, so ptxas cannot fuse them."""
 
-    def arithmetic(source: Path) -> Iterator[str]:
-        text = builder.ptx(source, 80).result().read_text()
-        return re.findall(r"\b(?:add|sub|mul|mad|fma)\.[\w.]*f(?:32|64)\b", text)
-
-    found = {opcode for source in build.kernel_sources() for opcode in arithmetic(source)}
+    texts = [builder.ptx(unit, 80).result().read_text() for unit in build.kernel_units()]
+    found = {opcode for text in texts for opcode in re.findall(r"\b(?:add|sub|mul|mad|fma)\.[\w.]*f(?:32|64)\b", text)}
     assert found
     assert all(".rn." in opcode for opcode in found)

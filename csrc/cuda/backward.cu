@@ -14,9 +14,13 @@ int bits_of(uint64_t largest) {
   return bits;
 }
 
+int64_t blocks_of_tokens(const GradientTokens& tokens, const Launch& launch) {
+  return blocks_for(tokens.count, kBackwardThreads, kFills * launch.resident_threads / kBackwardThreads);
+}
+
 void sort_tokens(const GradientTokens& tokens, const GradientScratch& scratch, const Launch& launch) {
-  POSENC_LAUNCH(mark_keys, blocks_for(tokens.count, kBackwardThreads, launch.resident_threads), kBackwardThreads,
-                launch.stream, tokens, scratch, launch.errors);
+  POSENC_LAUNCH(mark_keys, blocks_of_tokens(tokens, launch), kBackwardThreads, launch.stream, tokens, scratch,
+                launch.errors);
   sort_pairs(scratch.temporary, scratch.temporary_bytes, scratch.keys, scratch.sorted_keys, scratch.tokens,
              scratch.order, tokens.count, bits_of(tokens.rows), launch.stream);
 }
@@ -29,7 +33,7 @@ void launch_sums(const BackwardParams& params, const GradientTokens& tokens, con
   const int64_t blocks_y = std::min(divide_up(units, x), kMostBlocksYZ);
   const dim3 block(x, y);
   const auto grid = [&](int64_t rows) {
-    return dim3(blocks_for(rows, y, launch.resident_threads / (x * blocks_y)), blocks_y);
+    return dim3(blocks_for(rows, y, kFills * launch.resident_threads / (x * y * blocks_y)), blocks_y);
   };
   // Up to kSumChunk tokens in all, no segment has a second chunk.
   if (tokens.count > kSumChunk)
@@ -52,8 +56,8 @@ void launch_sums(const BackwardParams& params, const GradientTokens& tokens, con
 void sum_segments(const BackwardParams& params, const GradientTokens& tokens, const GradientScratch& scratch,
                   int64_t* segment_rows, const Launch& launch) {
   if (tokens.count > 0)
-    POSENC_LAUNCH(find_segments, blocks_for(tokens.count, kBackwardThreads, launch.resident_threads), kBackwardThreads,
-                  launch.stream, tokens, scratch, segment_rows);
+    POSENC_LAUNCH(find_segments, blocks_of_tokens(tokens, launch), kBackwardThreads, launch.stream, tokens, scratch,
+                  segment_rows);
   if (params.rows == 0) return;
   switch (params.dtype) {
     case Dtype::float32: return launch_sums<Dtype::float32>(params, tokens, scratch, launch);
@@ -103,8 +107,7 @@ void backward(const GradientTokens& tokens, const BackwardParams& params, const 
 void number_segments(const GradientTokens& tokens, const GradientScratch& scratch, const Launch& launch) {
   if (tokens.count == 0) return;
   sort_tokens(tokens, scratch, launch);
-  POSENC_LAUNCH(mark_heads, blocks_for(tokens.count, kBackwardThreads, launch.resident_threads), kBackwardThreads,
-                launch.stream, tokens, scratch);
+  POSENC_LAUNCH(mark_heads, blocks_of_tokens(tokens, launch), kBackwardThreads, launch.stream, tokens, scratch);
   running_sum(scratch.temporary, scratch.temporary_bytes, scratch.segment_counts, tokens.count, launch.stream);
 }
 

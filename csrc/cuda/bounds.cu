@@ -10,8 +10,9 @@ void take_out_of_range(OutOfRange* record, uint32_t* found, OutOfRange* taken, v
 
 void check_bounds(const Integers& ids, int64_t count, int64_t rows, const Launch& launch) {
   if (count == 0) return;
-  POSENC_LAUNCH(find_out_of_range, blocks_for(count, kBoundsThreads, launch.resident_threads), kBoundsThreads,
-                launch.stream, ids, count, rows, launch.errors);
+  const int64_t blocks = blocks_for(count, kBoundsThreads, kFills * launch.resident_threads / kBoundsThreads);
+  POSENC_LAUNCH(find_out_of_range, blocks, kBoundsThreads, launch.stream, ids.data, ids.is_int64, count, rows,
+                launch.errors);
 }
 
 }  // namespace posenc::cuda

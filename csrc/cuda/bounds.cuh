@@ -7,7 +7,7 @@ namespace posenc::cuda {
 
 constexpr int kBoundsThreads = 256;
 
-__global__ void find_out_of_range(const Integers ids, int64_t count, int64_t rows, const ErrorSink errors);
+__global__ void find_out_of_range(const void* ids, bool is_int64, int64_t count, int64_t rows, const ErrorSink errors);
 
 // Moves a record to where the host reads it: one thread, in a stream of its own, while other kernels may record.
 __global__ void take_record(OutOfRange* record, uint32_t* found, OutOfRange* taken);
@@ -15,9 +15,11 @@ __global__ void take_record(OutOfRange* record, uint32_t* found, OutOfRange* tak
 #if !defined(POSENC_KERNELS_FROM_PTX)
 
 __global__ void __launch_bounds__(kBoundsThreads)
-    find_out_of_range(const Integers ids, int64_t count, int64_t rows, const ErrorSink errors) {
-  for (int64_t at = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; at < count; at += int64_t{gridDim.x} * blockDim.x)
-    if (!in_range(ids[at], rows)) record_out_of_range(errors, at, ids[at], rows);
+    find_out_of_range(const void* ids, bool is_int64, int64_t count, int64_t rows, const ErrorSink errors) {
+  for (int64_t at = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; at < count; at += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t id = Integers{ids, is_int64}[at];
+    if (!in_range(id, rows)) record_out_of_range(errors, at, id, rows);
+  }
 }
 
 __global__ void take_record(OutOfRange* record, uint32_t* found, OutOfRange* taken) {

@@ -50,7 +50,8 @@ void launch_forward(const ForwardParams& params, const KernelVariant& variant, c
   const int64_t z = std::min({kForwardThreads / (x * y), power_of_two_from(rows), kMostThreadsZ});
   const int64_t blocks_y = std::min(divide_up(call.units, x), kMostBlocksYZ);
   const int64_t blocks_z = std::min(divide_up(rows, z), kMostBlocksYZ);
-  const dim3 block(x, y, z), grid(blocks_for(seq, y, resident / (x * z * blocks_y * blocks_z)), blocks_y, blocks_z);
+  const int64_t most = kFills * resident / (x * y * z * blocks_y * blocks_z);
+  const dim3 block(x, y, z), grid(blocks_for(seq, y, most), blocks_y, blocks_z);
   const Kernel kernel = params.source == Source::gathered ? kernel_of<T, Source::gathered>(variant)
                         : params.source == Source::dense  ? kernel_of<T, Source::dense>(variant)
                                                           : kernel_of<T, Source::none>(variant);

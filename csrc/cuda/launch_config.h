@@ -6,8 +6,8 @@
 
 namespace posenc::cuda {
 
-constexpr int64_t kMostBlocksX = (int64_t{1} << 31) - 1, kMostBlocksYZ = 65535, kMostThreadsZ = 64;
-// A grid has blocks to fill the device so many times; then its threads loop.
+constexpr int64_t kMostBlocksYZ = 65535, kMostThreadsZ = 64;  // of the hardware
+// A grid has threads to fill the device so many times at most; then they loop.
 constexpr int64_t kFills = 4;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -27,9 +27,9 @@ inline int64_t threads_along(int64_t units, int64_t most) {
   return best;
 }
 
-// Blocks of `threads` threads for `count` items.
-inline int64_t blocks_for(int64_t count, int64_t threads, int64_t resident_threads) {
-  return std::clamp<int64_t>(kFills * resident_threads / threads, 1, std::max<int64_t>(divide_up(count, threads), 1));
+// Blocks for `count` items, `per_block` to each; no more than `most`.
+inline int64_t blocks_for(int64_t count, int64_t per_block, int64_t most) {
+  return std::clamp<int64_t>(most, 1, std::max<int64_t>(divide_up(count, per_block), 1));
 }
 
 }  // namespace posenc::cuda

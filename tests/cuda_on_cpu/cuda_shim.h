@@ -123,7 +123,6 @@ CUDA_ON_CPU_UNSEEN inline void switch_fiber(Fiber& from, Fiber& to, [[maybe_unus
 
 // ---- threads, blocks, the launch
 
-constexpr unsigned kWarp = 32;
 constexpr unsigned kMaxBlockThreads = 1024;
 constexpr size_t kStackBytes = size_t{256} << 10;
 constexpr size_t kGuardBytes = 4096;
@@ -131,24 +130,19 @@ constexpr size_t kSharedLimit = size_t{48} << 10;  // static shared memory of a 
 constexpr unsigned kRememberedAtomics = 8;
 constexpr unsigned kSpinLimit = 1u << 20;
 
-enum class State : uint8_t { ready, at_barrier, at_warp, ended };
+enum class State : uint8_t { ready, at_barrier, ended };
 
 struct Thread {
   Fiber fiber;
   uint3 index = {};
   unsigned rank = 0;  // in the block
   State state = State::ready;
-  int line = 0;           // of the barrier or the warp operation it waits at
-  unsigned mask = 0;      // of that warp operation
-  uint64_t value = 0;     // what it brings there
-  uint64_t peers[kWarp];  // what every lane has brought
-  unsigned barriers = 0, warp_syncs = 0;
+  int line = 0;  // of the barrier it waits at
+  unsigned barriers = 0;
   bool fenced = false;
   void* atomics[kRememberedAtomics];  // addresses of its last atomics
   unsigned atomic_count = 0;
   unsigned failed_swaps = 0;
-
-  unsigned lane() const { return rank % kWarp; }
 };
 
 struct SharedArray {
@@ -163,7 +157,6 @@ struct Block {
   size_t shared_bytes = 0;
   // Two of each in turn: a thread that is let go first may be at the next barrier before the last one has left this.
   char barrier_tags[2];
-  char warp_tags[kMaxBlockThreads][2];
 };
 
 struct Launch {
@@ -229,25 +222,6 @@ CUDA_ON_CPU_UNSEEN inline void barrier(int line) {
   release(tag);
   wait(State::at_barrier, line);
   acquire(tag);
-}
-
-// All lanes of `mask` meet; afterwards peers[] holds what each has brought.
-CUDA_ON_CPU_UNSEEN inline const uint64_t* meet(unsigned mask, uint64_t value, int line) {
-  if ((mask >> current->lane() & 1) == 0) fail("the mask of a warp operation lacks the calling lane", line);
-  current->mask = mask;
-  current->value = value;
-  wait(State::at_warp, line);
-  return current->peers;
-}
-
-CUDA_ON_CPU_UNSEEN inline void sync_warp(unsigned mask, int line) {
-  Thread& thread = *current;
-  const unsigned turn = thread.warp_syncs++ % 2;
-  char (*const tags)[2] = &block_memory->warp_tags[thread.rank - thread.lane()];
-  release(&tags[thread.lane()][turn]);
-  const uint64_t* turns = meet(mask, turn, line);
-  for (unsigned lane = 0; lane < kWarp; ++lane)
-    if (mask >> lane & 1) acquire(&tags[lane][turns[lane]]);
 }
 
 // A fence orders by way of atomics: what came before the fence of one thread and its next atomic, before what follows
@@ -327,43 +301,9 @@ CUDA_ON_CPU_UNSEEN inline void start_thread(Thread& thread, unsigned rank) {
   context.uc_stack.ss_size = 0;  // else ASan's swapcontext marks the whole stack as valid, at every switch
 }
 
-// Lets the lanes that `thread` waits for go on with it, if all of them are there.
-CUDA_ON_CPU_UNSEEN inline bool open_meeting(Thread& thread, unsigned threads) {
-  Thread* const warp = &pool[thread.rank - thread.lane()];
-  const unsigned lanes = std::min(kWarp, threads - (thread.rank - thread.lane()));
-  bool complete = true;
-  for (unsigned lane = 0; lane < kWarp; ++lane) {
-    if ((thread.mask >> lane & 1) == 0) continue;
-    if (lane >= lanes) fail_for(thread, "the mask of a warp operation names a lane beyond the block");
-    const Thread& other = warp[lane];
-    if (other.state == State::ended) fail_for(thread, "the mask of a warp operation names a lane that has ended");
-    if (other.state == State::at_barrier)
-      fail_for(thread, "lanes of one mask wait at a warp operation and at __syncthreads");
-    if (other.state != State::at_warp) complete = false;
-    else if (other.mask != thread.mask || other.line != thread.line)
-      fail_for(thread, "lanes of one mask wait at different warp operations");
-  }
-  if (!complete) return false;
-  const unsigned mask = thread.mask;
-  for (unsigned lane = 0; lane < lanes; ++lane) {
-    if ((mask >> lane & 1) == 0) continue;
-    for (unsigned other = 0; other < lanes; ++other) warp[lane].peers[other] = warp[other].value;
-    warp[lane].state = State::ready;
-  }
-  return true;
-}
-
-CUDA_ON_CPU_UNSEEN inline bool open_meetings(unsigned threads) {
-  bool any = false;
-  for (unsigned i = 0; i < threads; ++i)
-    if (pool[i].state == State::at_warp) any |= open_meeting(pool[i], threads);
-  return any;
-}
-
 CUDA_ON_CPU_UNSEEN inline bool open_barrier(unsigned threads) {
   Thread* waiting = nullptr;
   for (unsigned i = 0; i < threads; ++i) {
-    if (pool[i].state == State::at_warp) return false;
     if (pool[i].state == State::at_barrier) waiting = &pool[i];
   }
   if (!waiting) return false;
@@ -401,7 +341,6 @@ CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
       moved = true;
     }
     if (std::all_of(pool, pool + threads, [](const Thread& thread) { return thread.state == State::ended; })) break;
-    moved |= open_meetings(threads);
     moved |= open_barrier(threads);
     if (!moved) fail("deadlock: no thread can go on");
   }
@@ -470,63 +409,12 @@ void launch(const char* name, const Kernel& kernel, const Extent& grid, const Ex
   run_grid();
 }
 
-// ---- warp operations
-
 template <class To, class From>
 inline To reinterpret(From from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &from, sizeof(To));
   return to;
-}
-
-template <class T>
-uint64_t to_bits(T value) {
-  static_assert(sizeof(T) <= sizeof(uint64_t), "warp operations move up to 8 bytes");
-  uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(T));
-  return bits;
-}
-
-template <class T>
-T from_bits(uint64_t bits) {
-  T value;
-  std::memcpy(&value, &bits, sizeof(T));
-  return value;
-}
-
-enum class Shuffle { index, up, down, exclusive_or };
-
-// The lane that a shuffle reads; out of its segment, the lane itself.
-inline unsigned source_lane(Shuffle kind, unsigned lane, unsigned operand, unsigned width) {
-  const unsigned first = lane & ~(width - 1), last = first + width - 1;
-  switch (kind) {
-    case Shuffle::index: return first + operand % width;
-    case Shuffle::up: return lane - first >= operand ? lane - operand : lane;
-    case Shuffle::down: return operand <= last - lane ? lane + operand : lane;
-    case Shuffle::exclusive_or: return (lane ^ operand) <= last ? lane ^ operand : lane;
-  }
-  fail("no such shuffle");
-}
-
-CUDA_ON_CPU_UNSEEN inline uint64_t shuffle_bits(unsigned mask, uint64_t bits, unsigned from, int line) {
-  const uint64_t* peers = meet(mask, bits, line);
-  if (from >= kWarp || (mask >> from & 1) == 0) fail("a shuffle reads a lane outside its mask", line);
-  return peers[from];
-}
-
-template <class T>
-T shuffle(Shuffle kind, int line, unsigned mask, T value, unsigned operand, unsigned width = kWarp) {
-  if (width == 0 || width > kWarp || (width & (width - 1)) != 0) fail("the width of a shuffle is no power of 2", line);
-  return from_bits<T>(shuffle_bits(mask, to_bits(value), source_lane(kind, current->lane(), operand, width), line));
-}
-
-CUDA_ON_CPU_UNSEEN inline unsigned ballot(int line, unsigned mask, bool vote) {
-  const uint64_t* votes = meet(mask, vote, line);
-  unsigned result = 0;
-  for (unsigned lane = 0; lane < kWarp; ++lane)
-    if ((mask >> lane & 1) != 0 && votes[lane] != 0) result |= 1u << lane;
-  return result;
 }
 
 // ---- atomics
@@ -564,8 +452,6 @@ void tell_of_volatile_store(void* address) {
 template <class T>
 using Same = std::type_identity_t<T>;  // takes part in no deduction
 
-inline unsigned full_or(unsigned mask = 0xFFFFFFFFu) { return mask; }
-
 }  // namespace cuda_on_cpu
 
 #if defined(__SANITIZE_THREAD__)
@@ -588,18 +474,9 @@ CUDA_ON_CPU_CALLED void __tsan_volatile_write8(void* address) {
 #define blockIdx (cuda_on_cpu::active.block_index)
 #define blockDim (cuda_on_cpu::active.block)
 #define gridDim (cuda_on_cpu::active.grid)
-#define warpSize 32
 
 // Macros, for the line: threads that wait together must wait at the same place.
 #define __syncthreads() cuda_on_cpu::barrier(__LINE__)
-#define __syncwarp(...) cuda_on_cpu::sync_warp(cuda_on_cpu::full_or(__VA_ARGS__), __LINE__)
-#define __shfl_sync(...) cuda_on_cpu::shuffle(cuda_on_cpu::Shuffle::index, __LINE__, __VA_ARGS__)
-#define __shfl_up_sync(...) cuda_on_cpu::shuffle(cuda_on_cpu::Shuffle::up, __LINE__, __VA_ARGS__)
-#define __shfl_down_sync(...) cuda_on_cpu::shuffle(cuda_on_cpu::Shuffle::down, __LINE__, __VA_ARGS__)
-#define __shfl_xor_sync(...) cuda_on_cpu::shuffle(cuda_on_cpu::Shuffle::exclusive_or, __LINE__, __VA_ARGS__)
-#define __ballot_sync(mask, vote) cuda_on_cpu::ballot(__LINE__, mask, vote)
-#define __any_sync(mask, vote) (cuda_on_cpu::ballot(__LINE__, mask, vote) != 0)
-#define __all_sync(mask, vote) (cuda_on_cpu::ballot(__LINE__, mask, !(vote)) == 0)
 
 inline void __threadfence() { cuda_on_cpu::fence(); }
 inline void __threadfence_block() { cuda_on_cpu::fence(); }
@@ -645,7 +522,6 @@ inline int __float_as_int(float value) { return cuda_on_cpu::reinterpret<int>(va
 inline double __longlong_as_double(long long bits) { return cuda_on_cpu::reinterpret<double>(bits); }
 inline long long __double_as_longlong(double value) { return cuda_on_cpu::reinterpret<long long>(value); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
 
 // ---- what launchers call

@@ -25,23 +25,6 @@ T* atomic_pointer(uint64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// The lane a shuffle reads, by the formulas of the PTX manual; `bounds` holds the last lane and the segment mask.
-enum class Mode { up, down, bfly, idx };
-
-uint32_t shuffle(Mode mode, uint32_t value, uint32_t operand, uint32_t bounds, uint32_t mask, bool& inside, int line) {
-  const int lane = static_cast<int>(ptx::lane()), by = operand & 31;
-  const int clamp = bounds & 31, segment = bounds >> 8 & 31;
-  const int last = (lane & segment) | (clamp & ~segment), first = lane & segment;
-  int from = 0;
-  switch (mode) {
-    case Mode::up: from = lane - by, inside = from >= last; break;
-    case Mode::down: from = lane + by, inside = from <= last; break;
-    case Mode::bfly: from = lane ^ by, inside = from <= last; break;
-    case Mode::idx: from = first | (by & ~segment), inside = from <= last; break;
-  }
-  return static_cast<uint32_t>(cuda_on_cpu::shuffle_bits(mask, value, inside ? from : lane, line));
-}
-
 uint16_t bits_of(__half value) { return __half_as_ushort(value); }
 uint16_t bits_of(__nv_bfloat16 value) { return __bfloat16_as_ushort(value); }
 
@@ -51,7 +34,6 @@ Index thread_index() { return index_of(threadIdx); }
 Index block_size() { return index_of(blockDim); }
 Index block_index() { return index_of(blockIdx); }
 Index grid_size() { return index_of(gridDim); }
-uint32_t lane() { return cuda_on_cpu::current->lane(); }
 
 void fail(const char* what, int line) { cuda_on_cpu::fail(what, line); }
 
@@ -113,20 +95,6 @@ T atomic_compare_and_swap(uint64_t address, T expected, T value) {
 
 void fence() { cuda_on_cpu::fence(); }
 void barrier(int line) { cuda_on_cpu::barrier(line); }
-void sync_warp(uint32_t mask, int line) { cuda_on_cpu::sync_warp(mask, line); }
-uint32_t ballot(uint32_t mask, bool vote, int line) { return cuda_on_cpu::ballot(line, mask, vote); }
-uint32_t shuffle_up(uint32_t value, uint32_t by, uint32_t bounds, uint32_t mask, bool& inside, int line) {
-  return shuffle(Mode::up, value, by, bounds, mask, inside, line);
-}
-uint32_t shuffle_down(uint32_t value, uint32_t by, uint32_t bounds, uint32_t mask, bool& inside, int line) {
-  return shuffle(Mode::down, value, by, bounds, mask, inside, line);
-}
-uint32_t shuffle_bfly(uint32_t value, uint32_t by, uint32_t bounds, uint32_t mask, bool& inside, int line) {
-  return shuffle(Mode::bfly, value, by, bounds, mask, inside, line);
-}
-uint32_t shuffle_idx(uint32_t value, uint32_t lane, uint32_t bounds, uint32_t mask, bool& inside, int line) {
-  return shuffle(Mode::idx, value, lane, bounds, mask, inside, line);
-}
 
 float from_f16(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 float from_bf16(uint16_t bits) { return __bfloat162float(__ushort_as_bfloat16(bits)); }

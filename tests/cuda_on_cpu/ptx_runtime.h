@@ -23,7 +23,6 @@ Index thread_index();
 Index block_size();
 Index block_index();
 Index grid_size();
-uint32_t lane();
 
 [[noreturn]] void fail(const char* what, int line);
 void check_block_size(uint32_t most);
@@ -55,14 +54,6 @@ T atomic_compare_and_swap(uint64_t address, T expected, T value);
 
 void fence();
 void barrier(int line);
-void sync_warp(uint32_t mask, int line);
-uint32_t ballot(uint32_t mask, bool vote, int line);
-// d|p, a, b, c, mask of shfl.sync: operand and bounds as the instruction has them.
-uint32_t shuffle_up(uint32_t value, uint32_t by, uint32_t bounds, uint32_t mask, bool& inside, int line);
-uint32_t shuffle_down(uint32_t value, uint32_t by, uint32_t bounds, uint32_t mask, bool& inside, int line);
-uint32_t shuffle_bfly(uint32_t value, uint32_t by, uint32_t bounds, uint32_t mask, bool& inside, int line);
-uint32_t shuffle_idx(uint32_t value, uint32_t lane, uint32_t bounds, uint32_t mask, bool& inside, int line);
-
 float from_f16(uint16_t bits);
 float from_bf16(uint16_t bits);
 uint16_t to_f16(float value);

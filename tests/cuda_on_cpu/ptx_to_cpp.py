@@ -229,7 +229,7 @@ SPECIAL_REGISTERS = {
     for register, function in (("tid", "thread_index"), ("ntid", "block_size"), ("ctaid", "block_index"),
                                ("nctaid", "grid_size"))
     for axis in "xyz"
-} | {"%laneid": "ptx::lane()"}  # fmt: skip
+}  # fmt: skip
 
 SHARED_GAP = 64  # between the arrays of a block, where ASan can see an overrun
 
@@ -842,41 +842,12 @@ def fence(k: KernelTranslator, ins: Instruction) -> str:
 
 @opcode("bar", "barrier")
 def bar(k: KernelTranslator, ins: Instruction) -> str:
-    if ins.take("warp"):
-        ins.need("sync")
-        (mask,) = ins.expect(1)
-        return f"ptx::sync_warp({k.value(mask, 'b32')}, {ins.line});"
     ins.take("cta")
     ins.need("sync")
     ins.take("aligned")
     if ins.expect(1) != ["0"]:
         raise k.error("only barrier 0, for the whole block, is modelled")
     return f"ptx::barrier({ins.line});"
-
-
-@opcode("shfl")
-def shfl(k: KernelTranslator, ins: Instruction) -> str:
-    kind = ins.type("b32")
-    ins.need("sync")
-    mode = ins.need("up", "down", "bfly", "idx")
-    to, *operands = ins.expect(5)
-    first, *inside = to.split("|")
-    arguments = ", ".join(k.value(operand, kind) for operand in operands)
-    call = f"bool inside; const uint32_t value = ptx::shuffle_{mode}({arguments}, inside, {ins.line});"
-    return f"{{ {call} {k.put(first, 'value', kind)} {k.put(inside[0], 'inside', 'pred') if inside else ''} }}"
-
-
-@opcode("vote")
-def vote(k: KernelTranslator, ins: Instruction) -> str:
-    ins.need("sync")
-    kind = ins.type("b32", "pred")
-    mode = ins.need("ballot") if kind == "b32" else ins.need("any", "all")
-    to, source, mask = ins.expect(3)
-    said = ("!" if source.startswith("!") else "") + k.value(source.lstrip("!"), "pred")
-    if mode == "all":
-        return k.put(to, f"ptx::ballot({k.value(mask, 'b32')}, !({said}), {ins.line}) == 0", kind)
-    ballot = f"ptx::ballot({k.value(mask, 'b32')}, {said}, {ins.line})"
-    return k.put(to, ballot if mode == "ballot" else f"{ballot} != 0", kind)
 
 
 # ---- control

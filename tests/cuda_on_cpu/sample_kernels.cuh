@@ -30,7 +30,6 @@ __global__ void vectors(const uint4* in, uint4* out, uint2* halves, int count);
 __global__ void block_sum(const float* in, float* out, int count);
 __global__ void rotate_rounds(const float* in, float* out, int rounds);
 __global__ void last_block_sum(const float* in, float* partial, float* out, unsigned* done);
-__global__ void warp_operations(const int* in, int* out);
 __global__ void atomics(const int* in, int* out_int, unsigned long long* out_long, float* out_float, int count);
 __global__ void local_array(const Pointers args);
 template <class T>
@@ -47,8 +46,6 @@ __global__ void leaves_out_barrier(const float* in, float* out);
 __global__ void leaves_out_second_barrier(const float* in, float* out, int rounds);
 __global__ void ends_before_barrier(float* out);
 __global__ void waits_at_two_barriers(float* out);
-__global__ void names_absent_lanes(int* out);
-__global__ void reads_outside_mask(int* out);
 __global__ void adds_in_block(float* out);
 __global__ void adds_across_blocks(float* out);
 __global__ void adds_across_blocks_with_barriers(float* out);
@@ -119,21 +116,15 @@ __global__ void vectors(const uint4* in, uint4* out, uint2* halves, int count) {
   halves[i] = make_uint2(v.x ^ v.y, v.z ^ v.w);
 }
 
-// Sum of a block: shuffles within warps, shared memory between them. The block is a whole number of warps.
-__device__ __forceinline__ float warp_sum(float value) {
-  for (int by = 16; by > 0; by /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, by);
-  return value;
-}
-
 __global__ void block_sum(const float* in, float* out, int count) {
-  POSENC_SHARED(float, partial, 32);
+  POSENC_SHARED(float, partial, 256);
   const int64_t i = global_index();
-  const float sum = warp_sum(i < count ? in[i] : 0.0f);
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  const float total = warp_sum(threadIdx.x < blockDim.x / 32 ? partial[threadIdx.x] : 0.0f);
-  if (threadIdx.x == 0) out[blockIdx.x] = total;
+  partial[threadIdx.x] = i < count ? in[i] : 0.0f;
+  for (unsigned by = blockDim.x / 2; by > 0; by /= 2) {
+    __syncthreads();
+    if (threadIdx.x < by) partial[threadIdx.x] += partial[threadIdx.x + by];
+  }
+  if (threadIdx.x == 0) out[blockIdx.x] = partial[0];
 }
 
 // Every round, each thread takes its neighbour's value: two barriers a round.
@@ -159,22 +150,6 @@ __global__ void last_block_sum(const float* in, float* partial, float* out, unsi
   float sum = 0.0f;
   for (unsigned block = 0; block < gridDim.x; ++block) sum += partial[block];
   *out = sum;
-}
-
-__global__ void warp_operations(const int* in, int* out) {
-  const int lane = static_cast<int>(threadIdx.x);
-  const int value = in[lane];
-  int* to = out + lane * 8;
-  to[0] = __shfl_sync(0xFFFFFFFFu, value, lane * 3);
-  to[1] = __shfl_up_sync(0xFFFFFFFFu, value, 3);
-  to[2] = __shfl_down_sync(0xFFFFFFFFu, value, 5, 16);
-  to[3] = __shfl_xor_sync(0xFFFFFFFFu, value, 9, 8);
-  to[4] = static_cast<int>(__ballot_sync(0xFFFFFFFFu, value % 3 == 0));
-  to[5] = __any_sync(0xFFFFFFFFu, value == 12345) ? 1 : 0;
-  to[6] = __all_sync(0xFFFFFFFFu, value < 12345) ? 1 : 0;
-  if (lane < 8) to[7] = __shfl_sync(0xFFu, value, 2, 4);
-  __syncwarp();
-  if (lane >= 8) to[7] = in[31 - lane];
 }
 
 __global__ void atomics(const int* in, int* out_int, unsigned long long* out_long, float* out_float, int count) {
@@ -263,14 +238,6 @@ __global__ void waits_at_two_barriers(float* out) {
     out[threadIdx.x] = 2.0f;
     __syncthreads();
   }
-}
-
-__global__ void names_absent_lanes(int* out) {
-  if (threadIdx.x < 16) out[threadIdx.x] = __shfl_xor_sync(0xFFFFFFFFu, out[threadIdx.x], 1);
-}
-
-__global__ void reads_outside_mask(int* out) {
-  if (threadIdx.x < 16) out[threadIdx.x] = __shfl_sync(0xFFFFu, out[threadIdx.x], 20);
 }
 
 __global__ void adds_in_block(float* out) { out[0] += 1.0f; }
