@@ -60,8 +60,8 @@ mkdir -p "$OUT" || exit 2
   echo "architecture $arch, commit $(git rev-parse --short HEAD 2> /dev/null || echo unknown)"
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem --format=csv 2> /dev/null
   nvcc --version 2> /dev/null | tail -n 2
-  "$PYTHON" -m torch.utils.collect_env
 } 2>&1 | tee "$summary"
+"$PYTHON" -m torch.utils.collect_env > "$OUT/environment.txt" 2>&1
 
 # ---- the steps -------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ memory, report, roofline, rows, run, timing = (
 )
 main, Case, Provider, Rounds, Row = command.main, cases.Case, timing.Provider, timing.Rounds, rows.Row
 Settings, Shape = timing.Settings, inputs.Shape
-FEW = Settings(rounds=2, seconds=0.0, quick=True)
+FEW = Settings(rounds=2, seconds=0.0, threads=1, quick=True)
 GPU = Settings(gpu=True, dry_run=True)
 collected = functools.cache(machine.collect_env.get_env_info)
 
@@ -264,11 +264,11 @@ def test_a_case_that_breaks_is_reported():
         raise MemoryError("too large")
 
     case = Case("m", "", broken, thresholds={"eager": 0.4}, group=cases.POOLED, threads=2)
-    ours, theirs = run.run_case(case, FEW)
+    ours, theirs = run.run_case(case, Settings())
     assert (ours.note, ours.mode) == ("failed: MemoryError: too large", "pooled")
     assert (theirs.provider, theirs.passed) == ("eager", False)
-    assert {row.passed for row in run.run_case(case, FEW, cases.PLAIN)} == {None}
-    (row,) = run.run_case(case, Settings(threads=1))
+    assert {row.passed for row in run.run_case(case, Settings(), cases.PLAIN)} == {None}
+    (row,) = run.run_case(case, FEW)
     assert (row.note, row.failed) == ("needs --threads 2 or more", False)
 
 
@@ -475,7 +475,7 @@ def test_tiny_run(tmp_path, capsys):
     """From end to end, with an estimate; then the same against itself."""
     path, budget = tmp_path / "folder" / "gpu.json", tmp_path / "sass.json"
     budget.write_text('{"kernels": {"forward_vectors<bfloat16, gathered, plain, shared>": {"90": 20}}}')
-    arguments = ["--dry-run", "--quick", "--only", "copy", "forward.bf16", "--json", str(path)]
+    arguments = ["--dry-run", "--quick", "--threads", "1", "--only", "copy", "forward.bf16", "--json", str(path)]
     assert main([*arguments, "--sass", str(budget), "--chip", "H100"]) == 0
     printed = capsys.readouterr().out
     assert "dry run: times mean nothing" in printed
