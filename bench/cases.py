@@ -114,6 +114,7 @@ def layers(case: Case, settings: Settings) -> list[Provider]:
     eager = inputs.textbook(shape, weight)
     found = [Provider(OURS, inputs.fused(shape, weight), ids), Provider(EAGER, eager, ids)]
     if not settings.quick and COMPILED in case.thresholds:
+        torch.compiler.reset()  # a function that has been compiled for too many shapes would run uncompiled
         found.append(Provider(COMPILED, inputs.compiled(eager), ids))
         if settings.gpu:  # max-autotune makes CUDA graphs of its own
             found.append(Provider(AUTOTUNED, inputs.compiled(eager, mode="max-autotune"), ids, sits_out=GRAPH))

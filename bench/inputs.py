@@ -198,5 +198,4 @@ def compiled(layer: Callable[..., Any], **options: Any) -> Any:
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1  # idle compile workers would sit beside the measurement
-    torch.compiler.reset()  # a function that has been compiled for too many shapes would run uncompiled
     return torch.compile(layer, dynamic=False, fullgraph=True, **options)

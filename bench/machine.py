@@ -51,7 +51,8 @@ def headline(machine: dict[str, Any], settings: Settings) -> str:
     """One line for the head of the tables."""
     where = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
     if settings.gpu:
-        where = f"{machine.get('gpu', 'dry run: times mean nothing')}, kernels for {machine['built_with_cuda_archs']}"
+        built_for = machine["built_with_cuda_archs"] or "the CPU alone"
+        where = f"{machine.get('gpu', 'dry run: times mean nothing')}, kernels for {built_for}"
     return f"{where}, torch {machine['torch']}, posenc_ext {machine['posenc_ext']}, {machine['date']}"
 
 
