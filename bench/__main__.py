@@ -1,102 +1,114 @@
 """The command `python -m bench`, or `python -m posenc_ext.bench` where the package is installed."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
-import math
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
-from typing import Any
 
-from . import machine, measures, report, rows
-from .children import ChildError
-from .settings import QUICK_ROUNDS, QUICK_SECONDS, ROUNDS, SECONDS, Settings
+import torch
+
+from posenc_ext import _C
+
+from . import machine, report, roofline, rows, run
+from .timing import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, keep.
 
     Returns:
-        0; with `--strict` 1 if a floor was missed; 2 after bad input or without a result.
+        0; with `--strict` 1 if a threshold was missed or anything failed; 2 after bad input or without a result.
     """
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        names = measures.select([name for group in args.only for name in group.split(",") if name])
-        older = rows.read(args.compare)[0] if args.compare else None
-    except (OSError, ValueError) as error:
+        return _main(args)
+    except (OSError, ValueError, BrokenExecutor) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
-    if args.list:
-        for name in names:
-            print(f"{name:36} {measures.MEASURES[name].title}")
-        return 0
 
+
+def _main(args: argparse.Namespace) -> int:
     settings = _settings(args)
-    facts = machine.facts(settings.threads)
-    console = report.console()
-    start = time.monotonic()
-    try:
-        with console.status("") as status:
-            found = measures.run(names, settings, status.update)
-    except ChildError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    seconds = time.monotonic() - start
+    cases = run.cases_of(settings, args.kernels)
+    chosen = run.select(cases, [name for group in args.only for name in group.split(",") if name])
+    if args.list:
+        print("\n".join(f"{case.name:44} {case.title}" for case in chosen))
+        return 0
+    if args.estimate_only:
+        roofline.show(roofline.estimates(args.sass or roofline.BUDGET, roofline.chip_of(args.chip or "")))
+        return 0
+    if settings.device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("needs a GPU: torch.cuda.is_available() is False (--dry-run tries the program on the CPU)")
+        if not _C.build_info()["cuda"]:
+            raise ValueError("posenc_ext was built without its CUDA half")
+    older = rows.read(args.compare) if args.compare else None
+    facts = machine.facts(settings)
+    chip = roofline.chip_of(args.chip or facts.get("gpu", ""))
+    sections = {"estimates": roofline.estimates(args.sass, chip)} if args.sass else {}
+    # Beside the sources; in the current folder where the package is installed.
+    folder = Path(__file__).parent / "results" if __package__ == "bench" else Path("posenc_ext_bench")
+    passing = args.only or args.dry_run or args.kernels
+    path = args.json or (None if passing else folder / machine.file_name(facts, settings))
 
-    report.show(found, facts, console)
+    start, found = time.monotonic(), []
+    todo = list(run.steps(chosen, settings))
+    for i, (title, step) in enumerate(todo, 1):
+        took = time.monotonic() - start
+        if took > args.seconds:
+            found.append(rows.Row(title, "all", note=f"{rows.FAILED}left out, {args.seconds:.0f} s were over"))
+            continue
+        print(f"{took:4.0f} s  {i}/{len(todo)}  {title}", file=sys.stderr, flush=True)
+        found += step()
+        if path is not None:  # a run that is cut short leaves what it had
+            said = {**dataclasses.asdict(settings), "took": round(time.monotonic() - start, 1)}
+            rows.write(path, found, machine=facts, settings=said, **sections)
+
+    print(f"{machine.headline(facts, settings)}\n")
+    report.show(found, {case.name: case.title for case in chosen})
+    if sections:
+        roofline.show(sections["estimates"])
     if older is not None:
-        report.show_changes(older, found, console)
-    path = args.json or (None if args.only else default_path(settings))
+        report.show_changes(older, found)
     if path is not None:
-        rows.write(path, found, facts, _as_data(settings, seconds))
-        console.print(f"{seconds:.0f} s; kept in {path}", highlight=False, soft_wrap=True)
-    return 1 if args.strict and any(row.passed is False for row in found) else 0
+        print(f"{time.monotonic() - start:.0f} s; kept in {path}")
+    return 1 if args.strict and any(row.passed is False or row.failed for row in found) else 0
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    if args.rounds is not None:  # asked for: however long they take
-        return Settings(args.rounds, math.inf, args.threads, args.quick)
-    if args.quick:
-        return Settings(QUICK_ROUNDS, QUICK_SECONDS, args.threads, quick=True)
-    return Settings(ROUNDS, SECONDS, args.threads)
-
-
-def _as_data(settings: Settings, took: float) -> dict[str, Any]:
-    limit = settings.seconds if math.isfinite(settings.seconds) else None  # JSON has no infinity
-    return {**dataclasses.asdict(settings), "seconds": limit, "took": round(took, 1)}
-
-
-def default_path(settings: Settings) -> Path:
-    """One file for each machine, beside the sources; in the current folder where the package is installed."""
-    folder = Path(__file__).parent / "results" if __package__ == "bench" else Path("posenc_ext_bench")
-    kind = "-quick" if settings.quick else ""
-    return folder / f"{machine.slug(machine.cpu_model())}-{settings.threads}-threads{kind}.json"
+    """Rounds that were asked for take however long they take."""
+    if args.threads < 1 or (args.rounds is not None and args.rounds < 1):
+        raise ValueError(f"--rounds and --threads must be positive, got {args.rounds} and {args.threads}")
+    rounds, seconds = (2, 0.0) if args.dry_run else (15, 2.0) if args.gpu else (7, 1.0) if args.quick else (25, 6.0)
+    if args.rounds is not None:
+        rounds, seconds = args.rounds, sys.float_info.max  # JSON has no infinity
+    return Settings(rounds, seconds, args.threads, args.quick, args.gpu or args.dry_run, args.dry_run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}", description="Measure the fused input layer against what it replaces."
-    )
-    parser.add_argument("--quick", action="store_true", help="few rounds, no torch.compile, no plain allocator")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAMES", help="these measures, e.g. forward.out")
-    parser.add_argument("--rounds", type=_positive, help=f"rounds of timings ({ROUNDS}; {QUICK_ROUNDS} if quick)")
-    parser.add_argument("--threads", type=_positive, default=2, help="threads of torch (2)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="where to keep the result; always kept unless --only")
-    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show what changed since an older result")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a floor is missed")
-    parser.add_argument("--list", action="store_true", help="list the measures and exit")
+    what = "Measure the fused input layer against what it replaces."
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=what)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="few rounds, no torch.compile, no plain allocator")
+    add("--only", nargs="+", default=[], metavar="NAMES", help="these cases, e.g. forward.out token.call")
+    add("--rounds", type=int, help="rounds of timings (25; 7 if quick; 15 on a GPU)")
+    add("--threads", type=int, default=2, help="threads of torch (2)")
+    add("--seconds", type=float, default=600.0, help="begin no case after that time (600)")
+    add("--json", type=Path, metavar="PATH", help="where to keep the result; always kept unless --only")
+    add("--compare", type=Path, metavar="OLD.json", help="show what changed since an older result")
+    add("--strict", action="store_true", help="exit with 1 if a threshold is missed or a provider fails")
+    add("--list", action="store_true", help="list the cases and exit")
+    add("--gpu", action="store_true", help="the cases of the GPU")
+    add("--kernels", action="store_true", help="the forward kernel alone, for each instruction set; not kept")
+    add("--dry-run", action="store_true", help="those, tiny, on the CPU, to try the program; times mean nothing")
+    add("--sass", type=Path, metavar="REPORT.json", help="add an estimate from the disassembly gate")
+    add("--estimate-only", action="store_true", help="the estimate alone, which needs no GPU")
+    add("--chip", choices=sorted(roofline.CHIPS), help="data sheet for the estimate (that of the GPU)")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
 
 
 if __name__ == "__main__":

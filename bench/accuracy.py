@@ -1,9 +1,9 @@
 """How far the encodings are from the truth, whatever the speed."""
 
-from __future__ import annotations
-
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,106 +12,74 @@ import torch
 from posenc_ext import CONVENTIONS, Convention, functional, reference
 
 from .rows import Row
-from .settings import Settings
+from .timing import Settings
 
-EXACT_FLOOR, REFERENCE_FLOOR = 2.5e-7, 1.5e-7
-WIDTHS = (512, 63)
+WIDTHS = (512, 63)  # even and odd
 
-FloatArray = npt.NDArray[np.float64]
+SinCos = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]  # sines and cosines [positions, pairs]
 
 
-def exact(measure: str, settings: Settings) -> list[Row]:
+def exact(settings: Settings) -> list[Row]:
     """Precision "exact" against 60 digits of mpmath, up to position 2^40."""
-    try:
-        import mpmath  # type: ignore[import-untyped]
-    except ImportError:
-        return [Row(measure, "exact", note="needs mpmath", floor=EXACT_FLOOR)]
     positions = sample(40, 20 if settings.quick else 60)
-    waves: dict[tuple[str, float, int], tuple[FloatArray, FloatArray]] = {}
-    worst = Worst()
-    with mpmath.workdps(60):
-        for convention, width in recipes():
-            # Conventions differ by order of columns more than by waves: compute each set once.
-            padded = width + width % 2 if convention.odd == "round_up" else width
-            key = (convention.divisor, convention.base, padded)
-            if key not in waves:
-                pairs = (width + 1) // 2
-                steps = mpmath.mpf(2) / padded if convention.divisor == "d" else mpmath.mpf(1) / max(padded // 2 - 1, 1)
-                frequencies = [mpmath.power(convention.base, -k * steps) for k in range(pairs)]
-                both = [[mpmath.cos_sin(p * w) for w in frequencies] for p in positions]
-                cosine, sine = (np.array([[float(pair[i]) for pair in row] for row in both]) for i in (0, 1))
-                waves[key] = sine, cosine
-            worst.see(convention, "exact", width, positions, waves[key])
-    return [worst.row(measure, "exact", EXACT_FLOOR, "largest error, positions to 2^40")]
+
+    @cache  # conventions differ by order of columns more than by numbers
+    def truth(divisor: str, base: float, pairs: int, width: int) -> SinCos:
+        import mpmath  # type: ignore[import-untyped]
+
+        with mpmath.workdps(60):
+            step = mpmath.mpf(2) / width if divisor == "d" else mpmath.mpf(1) / max(width // 2 - 1, 1)
+            frequencies = [mpmath.power(base, -k * step) for k in range(pairs)]
+            both = np.array([[list(map(float, mpmath.cos_sin(p * w))) for w in frequencies] for p in positions])
+        return both[..., 1], both[..., 0]
+
+    def sin_cos(convention: Convention, width: int) -> SinCos:
+        padded = width + width % 2 if convention.odd == "round_up" else width
+        return truth(convention.divisor, convention.base, (width + 1) // 2, padded)
+
+    return [worst("exact", positions, sin_cos, "positions to 2^40")]
 
 
-def reference_angles(measure: str, settings: Settings) -> list[Row]:
+def reference_angles(settings: Settings) -> list[Row]:
     """Precision "reference" against the sine of its own angle, the fp32 product, up to position 2^24."""
     positions = sample(24, 200 if settings.quick else 1000)
-    worst = Worst()
-    for convention, width in recipes():
+
+    def sin_cos(convention: Convention, width: int) -> SinCos:
         frequencies = functional.angular_frequencies(width, convention=convention, precision="reference")
         angles = np.array(positions, dtype=np.float32)[:, None] * frequencies.numpy().astype(np.float32)
         wide = angles.astype(np.float64)  # numpy's fp64 sine is right to the last bits at any angle
-        worst.see(convention, "reference", width, positions, (np.sin(wide), np.cos(wide)))
-    return [worst.row(measure, "reference", REFERENCE_FLOOR, "largest error, positions to 2^24")]
+        return np.sin(wide), np.cos(wide)
 
-
-def recipes() -> Iterator[tuple[Convention, int]]:
-    """Every convention, at an even and at an odd width."""
-    for convention in CONVENTIONS.values():
-        for width in WIDTHS:
-            yield convention, width
+    return [worst("reference", positions, sin_cos, "positions to 2^24")]
 
 
 def sample(bits: int, count: int) -> list[int]:
     """Positions up to 2^bits, both signs: the ends, powers of two and their neighbours, seeded ones of every size."""
     generator = np.random.default_rng(0)
-    chosen = {0, 1, 2, 3, 2**bits, 2**bits - 1}
-    for power in range(8, bits, 8):
-        chosen |= {2**power - 1, 2**power, 2**power + 1}
+    chosen = {2**power + near for power in range(8, bits, 8) for near in (-1, 0, 1)}
+    chosen |= {0, 1, 2, 3, 2**bits, 2**bits - 1}
     while len(chosen) < count:
         chosen.add(round(2 ** generator.uniform(0, bits)))
     return sorted(position if i % 4 else -position for i, position in enumerate(sorted(chosen)))
 
 
-class Worst:
-    """The largest error met, and where."""
-
-    def __init__(self) -> None:
-        self.error = 0.0
-        self.where = ""
-        self.checked = 0
-
-    def see(
-        self,
-        convention: Convention,
-        precision: str,
-        width: int,
-        positions: list[int],
-        waves: tuple[FloatArray, FloatArray],
-    ) -> None:
-        """Compare fp32 encodings with columns built from these waves, sines and cosines [positions, pairs]."""
-        sine, cosine = waves
-        sines = width // 2 if convention.odd == "zero" else (width + 1) // 2
+def worst(precision: str, positions: Sequence[int], sin_cos: Callable[[Convention, int], SinCos], what: str) -> Row:
+    """The largest error of fp32 encodings over all conventions, and where it is."""
+    largest, where, checked = 0.0, "nowhere", 0
+    for convention, width in itertools.product(CONVENTIONS.values(), WIDTHS):
+        fields = {name: getattr(convention, name) for name in ("base", "divisor", "layout", "odd")}
+        at_0, at_1 = reference.sinusoid_table([0, 1], width, **fields)  # tells which columns hold what, fastest first
+        cosines, sines = at_0 == 1, (at_0 == 0) & (at_1 != 0)
+        sine, cosine = sin_cos(convention, width)
         truth = np.zeros((len(positions), width))
-        sine_columns, cosine_columns = reference.wave_columns(width, convention.layout, sines=sines)
-        truth[:, sine_columns] = sine[:, :sines]
-        truth[:, cosine_columns] = cosine[:, : width // 2]
-        found = functional.positional_encoding(
-            torch.tensor(positions), width, convention=convention, precision=precision, dtype=torch.float32
-        )
-        if math.isnan(self.error):
-            return  # nothing is worse
-        errors = np.abs(found.numpy().astype(np.float64) - truth)
-        self.checked += errors.size
-        at = np.unravel_index(np.argmax(errors), errors.shape)  # of a NaN, if there is one
-        if not float(errors[at]) <= self.error:
-            self.error = float(errors[at])
-            self.where = f"{convention.name}, width {width}, position {positions[int(at[0])]}, column {int(at[1])}"
-
-    def row(self, measure: str, contender: str, floor: float, what: str) -> Row:
-        """The result."""
-        error = self.error if math.isfinite(self.error) else None  # JSON has no NaN; no number misses the floor
-        note = f"{what}; {self.checked} numbers, worst at {self.where}"
-        return Row(measure, contender, value=error, unit="error", floor=floor, note=note)
+        truth[:, sines], truth[:, cosines] = sine[:, : sines.sum()], cosine[:, : cosines.sum()]
+        encoding = partial(functional.positional_encoding, convention=convention, precision=precision)
+        found = encoding(torch.tensor(positions), width, dtype=torch.float32)
+        errors = np.abs(found.double().numpy() - truth)
+        checked += errors.size
+        row, column = map(int, np.unravel_index(np.argmax(errors), errors.shape))  # of a NaN, if there is one
+        if not (errors[row, column] <= largest or math.isnan(largest)):  # nothing is worse than a NaN
+            largest = float(errors[row, column])
+            where = f"{convention.name}, width {width}, position {positions[row]}, column {column}"
+    error = largest if math.isfinite(largest) else None  # JSON has no NaN; no number misses the threshold
+    return Row("", precision, value=error, unit="error", note=f"{what}; {checked} numbers, worst at {where}")

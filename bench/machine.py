@@ -1,7 +1,5 @@
 """The facts about a machine without which a time means nothing."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform
@@ -10,59 +8,56 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 
 import posenc_ext
 from posenc_ext import _C
 
+from .timing import Settings
 
-def facts(threads: int) -> dict[str, Any]:
-    """Plain data for the head of a result."""
-    return {
-        "cpu": cpu_model(),
+
+def facts(settings: Settings) -> dict[str, Any]:
+    """Plain data for the head of a result: what torch collects, and what it does not."""
+    environment = collect_env.get_env_info()._asdict()  # type: ignore[no-untyped-call]
+    cpu = dict(re.findall(r"^(.+?):\s+(.+)$", str(environment.pop("cpu_info")), re.MULTILINE))
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    found = {
+        "cpu": cpu.get("Model name") or platform.processor() or "unknown",
         "cpus": os.cpu_count(),
-        "threads": threads,
-        "caches": _caches(),
-        "huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "threads": settings.threads,
+        "caches": {name: size for name, size in cpu.items() if "cache" in name},
+        "huge_pages": huge_pages.read_text(encoding="ascii").strip() if huge_pages.exists() else "",
         "isa": _C.active_isa(),
-        "compiler": _C.build_info()["compiler"],
         "posenc_ext": posenc_ext.__version__,
+        **{f"built_with_{name}": value for name, value in _C.build_info().items()},
         "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver()).strip()}",
+        "environment": {name: value for name, value in environment.items() if value not in (None, "N/A")},
         "allocator": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
         "preloaded": os.environ.get("LD_PRELOAD", ""),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0,
+        "load": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": settings.device.type,
     }
-
-
-def cpu_model() -> str:
-    """The CPU's own name, as far as the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "unknown"
-
-
-def slug(text: str) -> str:
-    """Letters and digits of a text, for a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", text.lower())).strip("-") or "unknown"
-
-
-def _caches() -> dict[str, str]:
-    found = {}
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        kind = _first_line(index / "type")
-        if kind != "Instruction":
-            found[f"L{_first_line(index / 'level')}"] = _first_line(index / "size")
+    if settings.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(settings.device)
+        found["gpu"] = properties.name
+        found["gpu_properties"] = str(properties)
+        clocks = ("clock_rate", "memory_clock_rate")
+        found |= {name: getattr(properties, name, None) for name in clocks}
     return found
 
 
-def _first_line(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+def headline(machine: dict[str, Any], settings: Settings) -> str:
+    """One line for the head of the tables."""
+    where = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
+    if settings.gpu:
+        built_for = machine["built_with_cuda_archs"] or "the CPU alone"
+        where = f"{machine.get('gpu', 'dry run: times mean nothing')}, kernels for {built_for}"
+    return f"{where}, torch {machine['torch']}, posenc_ext {machine['posenc_ext']}, {machine['date']}"
+
+
+def file_name(machine: dict[str, Any], settings: Settings) -> str:
+    """Of a result: one for each kind of machine."""
+    name = f"{machine['cpu']}-{settings.threads}-threads{'-quick' * settings.quick}"
+    name = f"gpu-{machine.get('gpu', 'dry-run')}" if settings.gpu else name
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", name.lower())).strip("-") + ".json"

@@ -1,114 +1,120 @@
 """The tables a reader sees."""
 
-from __future__ import annotations
+import sys
+from collections.abc import Mapping, Sequence
 
-from collections.abc import Sequence
-from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from .measures import MEASURES
+from .cases import KERNEL, OTHER, OUT, PLAIN, POOLED
 from .rows import Row
-from .settings import OUT, PLAIN, POOLED
-from .wording import change, floor, microseconds, number, verdict
+from .timing import CALLED, COLD, GRAPH
 
-WIDTH = 132  # narrower, and numbers would break across lines
+WIDTH = 150  # where nobody looks: narrower, and text would break across lines
 
 _SECTIONS = {
     OUT: "Into a given output (out=)",
     POOLED: "Pooled allocator: freed memory is used again",
-    "": "Latency, memory, accuracy",
+    OTHER: "Latency, memory, accuracy",
     PLAIN: "Plain allocator, for information: glibc returns large blocks to the system and every page is paid for anew",
+    KERNEL: "The loop of the forward on one thread, for each instruction set",
+    COLD: "Cold: the device's time for a call that finds nothing in the cache",
+    CALLED: "Called as a program does, launches included",
+    GRAPH: "The same calls, replayed from one CUDA graph",
 }
 
-
-def console() -> Console:
-    """Wide enough for the tables, also where nobody looks."""
-    usual = Console()
-    return usual if usual.width >= WIDTH else Console(width=WIDTH)
+_STYLES = {"pass": "[green]pass[/]", "MISS": "[bold red]MISS[/]", "failed": "[red]failed[/]"}
 
 
-def show(rows: Sequence[Row], machine: dict[str, Any], to: Console) -> None:
-    """One table for each mode of memory, and the verdict."""
-    to.print(
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, torch {machine['torch']}, "
-        f"posenc_ext {machine['posenc_ext']}, {machine['date']}",
-        highlight=False,
-    )
-    to.print()
-    for mode, title in _SECTIONS.items():
-        chosen = [row for row in rows if row.mode == mode]
+def show(rows: Sequence[Row], titles: Mapping[str, str]) -> None:
+    """One table for each mode, notes below it, and the verdict."""
+    columns = ("case", "provider", "median", "ratio", "quartiles", "threshold", "", "MB", "GB/s", "of copy")
+    for mode, heading in _SECTIONS.items():
+        chosen, lines, last = [row for row in rows if row.mode == mode], [], ""
+        for row in chosen:
+            lines.append(cells(row, titles.get(row.case, row.case) if row.case != last else ""))
+            last = row.case
         if chosen:
-            to.print(_table(title, chosen))
-            for row in chosen:
-                if row.note:
-                    to.print(f"  {row.measure}, {row.contender}: {row.note}", highlight=False)
-            to.print()
-    to.print(verdict(rows), highlight=False)
+            table(heading, columns, lines)
+            print("".join(f"  {row.case}, {row.provider}: {row.note}\n" for row in chosen if row.note))
+    print(verdict(rows))
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = _empty_table(title)
-    table.add_column("measure")
-    table.add_column("contender")
-    for name in ("median", "ratio", "quartiles", "floor"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for name in ("MB", "of copy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = ""
-    for row in rows:
-        if last and row.measure != last:
-            table.add_section()
-        first = row.measure != last
-        table.add_row(
-            MEASURES[row.measure].title if first else "",
-            row.contender,
-            microseconds(row.median_us) if row.value is None else number(row.value, row.unit),
-            "" if row.ratio is None else f"{row.ratio:.2f}",
-            "" if row.q25 is None or row.q75 is None else f"{row.q25:.2f}-{row.q75:.2f}",
-            floor(row),
-            mark(row),
-            "" if row.bytes is None else f"{row.bytes / 1e6:.1f}",
-            "" if row.of_copy is None else f"{row.of_copy:.0%}",
-        )
-        last = row.measure
-    return table
-
-
-def _empty_table(title: str) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+def cells(row: Row, title: str) -> list[str]:
+    """A row as text."""
+    took = number(row.median_us, "us") if row.value is None else number(row.value, row.unit)
+    quartiles = "" if row.q25 is None else f"{row.q25:.2f}-{row.q75:.2f}"
+    speeds = number(row.bytes, "bytes"), number(row.gigabytes_per_second, "GB/s"), number(row.of_copy, "share")
+    judged = number(row.ratio), quartiles, threshold(row), mark(row)
+    return [title, row.provider, "failed" if row.failed else took, *judged, *speeds]
 
 
 def mark(row: Row) -> str:
     """A mark that survives a terminal without colours; with a question mark where the machine was not ours alone."""
-    word = {None: "", True: "[green]pass[/]", False: "[bold red]MISS[/]"}[row.passed]
+    word = {None: "", True: "pass", False: "MISS"}[row.passed]
     return word + "?" if word and row.disturbed else word
 
 
-def show_changes(old: Sequence[Row], new: Sequence[Row], to: Console) -> None:
+def verdict(rows: Sequence[Row]) -> str:
+    """How many thresholds were reached, and which were not."""
+    judged = [row for row in rows if row.passed is not None]
+    missed = [row for row in judged if not row.passed]
+    text = f"{len(judged) - len(missed)} of {len(judged)} thresholds reached"
+    for row in missed:
+        got = number(row.judged, row.unit) or "nothing"
+        text += f"\n  missed: {f'{row.case} {row.mode}'.rstrip()}, {row.provider}: {got}, threshold {threshold(row)}"
+    if disturbed := {row.case for row in judged if row.disturbed}:
+        text += f"\nSomething else was running during {len(disturbed)} cases (marked ?): their ratios mean little."
+    return text
+
+
+def show_changes(old: Sequence[Row], new: Sequence[Row]) -> None:
     """What became of every row that both runs have."""
-    before = {row.key: row for row in old}
-    table = _empty_table("Against the older run")
-    table.add_column("measure", no_wrap=True)
-    table.add_column("contender")
-    for name in ("median before", "now", "change", "ratio before", "now"):
-        table.add_column(name, justify="right", no_wrap=True)
+    before, lines = {(row.case, row.mode, row.provider): row for row in old}, []
     for row in new:
-        if row.key not in before:
-            continue
-        was = before[row.key]
-        if row.value is not None and was.value is not None:
-            cells = [number(was.value, was.unit), number(row.value, row.unit), "", "", ""]
-        else:
-            cells = [
-                microseconds(was.median_us),
-                microseconds(row.median_us),
-                change(was.median_us, row.median_us),
-                "" if was.ratio is None else f"{was.ratio:.2f}",
-                "" if row.ratio is None else f"{row.ratio:.2f}",
-            ]
-        table.add_row(f"{row.measure} {row.mode if row.mode == PLAIN else ''}".strip(), row.contender, *cells)
-    to.print(table)
+        if was := before.get((row.case, row.mode, row.provider)):
+            took = [number(r.median_us, "us") if r.value is None else number(r.value, r.unit) for r in (was, row)]
+            change = f"{row.median_us / was.median_us - 1:+.0%}" if row.median_us and was.median_us else ""
+            name = f"{row.case} {row.mode}".strip()
+            lines.append([name, row.provider, *took, change, number(was.ratio), number(row.ratio)])
+    columns = ("case", "provider", "median before", "now", "change", "ratio before", "now")
+    table("Against the older run", columns, lines, sections=False)
+
+
+_FORMATS = {"us": "{:.3g} us", "error": "{:.2e}", "share": "{:.0%}", "bytes": "{:.1f}", "GB/s": "{:.0f}", "": "{:.2f}"}
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """With the digits that the unit deserves; empty for None. Bytes are shown as MB."""
+    if value is None:
+        return ""
+    if unit == "us" and value >= 999:
+        return f"{value:.0f} us" if value < 10000 else f"{value / 1000:.1f} ms"
+    return _FORMATS.get(unit, f"{{:.2f}} {unit}").format(value / 1e6 if unit == "bytes" else value)
+
+
+def threshold(row: Row) -> str:
+    """The threshold and its direction."""
+    return "" if row.threshold is None else f"{'>=' if row.at_least else '<='} {number(row.threshold, row.unit)}"
+
+
+def table(title: str, columns: Sequence[str], lines: Sequence[list[str]], sections: bool = True) -> None:
+    """To the standard output, with rich where it is installed: a machine lent for a benchmark may not have it.
+
+    Args:
+        title: above the table.
+        columns: their names; the first two hold text.
+        lines: of cells.
+        sections: whether a line that begins with text begins a section.
+    """
+    try:
+        from rich import box, console
+        from rich.table import Table
+    except ImportError:
+        print("\n".join([title, *("\t".join(line) for line in (columns, *lines)), ""]))
+        return
+    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="left" if i < 2 else "right", no_wrap=i > 1)
+    for line in lines:
+        if sections and line[0]:
+            made.add_section()
+        made.add_row(*(_STYLES.get(cell, cell) for cell in line))
+    console.Console(width=None if sys.stdout.isatty() else WIDTH).print(made)

@@ -1,17 +1,23 @@
 """The benchmark's own arithmetic, and that its command runs. No test here depends on how fast anything is."""
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import math
+import os
+import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-import posenc_ext
+from posenc_ext import CONVENTIONS, functional
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,160 +32,306 @@ def find_bench() -> str:
 
 
 BENCH = find_bench()
-pytest.importorskip("rich")
+command = importlib.import_module(f"{BENCH}.__main__")  # imports all the others
+bench = sys.modules[BENCH]
+accuracy, cases, children, inputs, machine = bench.accuracy, bench.cases, bench.children, bench.inputs, bench.machine
+memory, report, roofline, rows, run, timing = (
+    getattr(bench, name) for name in ("memory", "report", "roofline", "rows", "run", "timing")
+)
+main, Case, Provider, Rounds, Row = command.main, cases.Case, timing.Provider, timing.Rounds, rows.Row
+Settings, Shape = timing.Settings, inputs.Shape
+FEW = Settings(rounds=2, seconds=0.0, threads=1, quick=True)
+GPU = Settings(gpu=True, dry_run=True)
+collected = functools.cache(machine.collect_env.get_env_info)
 
 
-def part(name: str):
-    return importlib.import_module(f"{BENCH}.{name}")
+@pytest.fixture(autouse=True)
+def _collect_once(monkeypatch):
+    monkeypatch.setattr(machine.collect_env, "get_env_info", collected)  # takes a second
 
 
-rows, timing, traffic, measures, contenders = map(part, ("rows", "timing", "traffic", "measures", "contenders"))
-accuracy, children, report, settings, training = map(part, ("accuracy", "children", "report", "settings", "training"))
-main = part("__main__").main
-Row = rows.Row
+def always(name, value=None, **fields):
+    return Provider(name, lambda given: value, [0], **fields)
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
 def test_median_and_ratio_are_taken_over_rounds():
-    timed = timing.Rounds({"ours": [1e-6, 2e-6, 9e-6], "theirs": [2e-6, 2e-6, 3e-6]})
+    timed = Rounds({"ours": [1e-6, 2e-6, 9e-6], "theirs": [2e-6, 2e-6, 3e-6]})
     assert timed.median_us("ours") == pytest.approx(2.0)
-    spread = timed.ratio("ours", "theirs")
-    assert spread.median == pytest.approx(1.0)
-    assert (spread.q25, spread.q75) == (pytest.approx(0.75), pytest.approx(2.0))
-    # Of the same round: the ratio of the medians would be the same here only by chance.
-    assert timed.ratio("theirs", "ours").median == pytest.approx(1.0)
-
-
-def test_ratio_refuses_rounds_that_are_not_the_same():
+    assert timed.ratio("ours", "theirs") == pytest.approx({"ratio": 1.0, "q25": 0.75, "q75": 2.0})
     with pytest.raises(ValueError, match="shorter"):
-        timing.Rounds({"a": [1.0, 2.0], "b": [1.0]}).ratio("a", "b")
+        Rounds({"a": [1.0, 2.0], "b": [1.0]}).ratio("a", "b")
 
 
-def test_compare_makes_a_row_for_each_contender():
-    timed = timing.Rounds({"ours": [2e-6] * 3, "theirs": [4e-6] * 3, "copy": [1e-6] * 3})
-    ours, theirs, copy = timing.compare(
-        "m", "out=", timed, floors={"theirs": 0.6}, bytes_moved=300, copy_bytes=200, notes={"theirs": "slow"}
-    )
-    assert (ours.contender, ours.ratio, ours.passed) == ("ours", None, None)
-    assert ours.of_copy == pytest.approx(300 / 2 / 200)
-    assert theirs.ratio == pytest.approx(0.5)
-    assert (theirs.floor, theirs.passed, theirs.note) == (0.6, True, "slow")
-    assert theirs.of_copy == pytest.approx(300 / 4 / 200)
+def made(seconds, thresholds=None, failures=None, **fields):
+    """Rows of a case whose calls move 300 bytes, and whose copy 200."""
+    case = Case("m", "", thresholds=thresholds or {}, bytes_moved=lambda shape: 300)
+    names = [*seconds, *(failures or {})]
+    providers = [always(name, bytes=200 if name == "copy" else None, **fields.get(name, {})) for name in names]
+    timed = Rounds({name: [value] * 3 for name, value in seconds.items()}, failures or {}, preempted=7.0)
+    return run.rows_of(case, "cold", providers, timed)
+
+
+def test_rows_of_a_case():
+    seconds, thresholds = {"ours": 2e-6, "eager": 6e-6, "copy": 1.25e-6}, {"eager": 0.4, cases.SHARE: 0.9}
+    ours, share, eager, copy = made(seconds, thresholds)
+    assert (ours.provider, ours.median_us, ours.ratio, ours.passed) == ("ours", pytest.approx(2.0), None, None)
+    assert (ours.rounds, ours.preempted, ours.bytes) == (3, 7.0, 300)
+    assert ours.gigabytes_per_second == pytest.approx(300 / 2e-6 / 1e9)
+    # 150 bytes a microsecond against the copy's 160.
+    assert (share.value, share.passed) == (pytest.approx(150 / 160), True)
+    assert (eager.ratio, eager.q25, eager.q75) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert (eager.passed, eager.of_copy) == (True, pytest.approx(50 / 160))
     assert (copy.bytes, copy.of_copy, copy.passed) == (200, pytest.approx(1.0), None)
+    assert made({"ours": 2e-6, "copy": 1e-6}, {cases.SHARE: None})[1].passed is None
 
 
-@pytest.mark.parametrize(
-    ("ratio", "floor", "at_least", "passed"),
-    [
-        (0.9, 0.9, False, True),
-        (0.91, 0.9, False, False),
-        (1.6, 1.6, True, True),
-        (1.59, 1.6, True, False),
-        (None, 0.9, False, False),  # a floor that nothing was measured for is not reached
-        (0.1, None, False, None),
-    ],
-)
-def test_floor_in_both_directions(ratio, floor, at_least, passed):
-    assert Row("m", "c", ratio=ratio, floor=floor, at_least=at_least).passed is passed
-    assert Row("m", "c", value=ratio, floor=floor, at_least=at_least).passed is passed
+def test_a_provider_that_fails_is_a_row_and_a_missed_threshold():
+    *_, broken = made({"ours": 1e-6, "copy": 1e-6}, {"compiled": 1.0}, {"compiled": "failed: no compiler"})
+    assert (broken.provider, broken.median_us, broken.passed, broken.failed) == ("compiled", None, False, True)
+    # Without ours the times of the others are facts all the same.
+    case = Case("m", "", thresholds={"eager": 0.4})
+    timed = Rounds({"eager": [1e-6]}, {"ours": "failed: x"})
+    ours, eager = run.rows_of(case, "cold", [always("ours"), always("eager")], timed)
+    assert (ours.failed, eager.median_us, eager.ratio, eager.passed) == (True, 1.0, None, False)
 
 
-def test_thread_floor_is_the_lower_of_its_own_and_the_copys(monkeypatch):
-    scaling = part("scaling")
-
-    def floor_for(copy_speedup: float) -> tuple[float, bool]:
-        seconds = {"posenc_ext, 2 threads": 1.0, "posenc_ext, 1 thread": 1.5}
-        seconds |= {"copy, 2 threads": 1.0, "copy, 1 thread": copy_speedup}
-        timed = timing.Rounds({name: [value] for name, value in seconds.items()})
-        monkeypatch.setattr(scaling, "run_rounds", lambda *_, **__: timed)
-        found = scaling._scaling("m", "out=", settings.Settings(), len, [], len, [], 0)
-        (judged,) = [row for row in found if row.passed is not None]
-        assert judged.ratio == pytest.approx(1.5)
-        return judged.floor, judged.passed
-
-    assert floor_for(1.9) == (1.6, False)
-    assert floor_for(1.4) == (pytest.approx(1.4), True)
+@pytest.mark.parametrize(("copy", "threshold", "passed"), [(1.9, 1.6, False), (1.4, 1.4, True)])
+def test_speed_up_by_threads_needs_to_be_no_better_than_a_copys(copy, threshold, passed):
+    seconds = {"posenc_ext, 2 threads": 1.0, "posenc_ext, 1 thread": 1.5}
+    seconds |= {"copy, 2 threads": 1.0, "copy, 1 thread": copy}
+    over = {f"{who}, 1 thread": {"speedup_over": f"{who}, 2 threads"} for who in ("posenc_ext", "copy")}
+    judged = [row for row in made(seconds, {"posenc_ext, 1 thread": 1.6}, **over) if row.passed is not None]
+    assert [(row.ratio, row.threshold, row.passed) for row in judged] == [pytest.approx((1.5, threshold, passed))]
 
 
-def test_byte_models():
-    assert traffic.forward(10, 4, 2) == 10 * 8 + 2 * 10 * 4 * 2
-    assert traffic.forward(10, 4, 2, positions=True) == 2 * 10 * 8 + 2 * 10 * 4 * 2
-    assert traffic.backward(10, 100, 4, 4) == 10 * 8 + 110 * 4 * 4
-    assert traffic.sparse_adam(3, 4, 4) == 7 * 3 * 4 * 4
-    assert traffic.copy(5, 4) == 40
+def test_threshold_in_both_directions():
+    """A threshold that nothing was measured for is not reached."""
+    for value, most, passed in ((0.9, 0.9, True), (0.91, 0.9, False), (None, 0.9, False), (0.1, None, None)):
+        assert Row("m", "c", ratio=value, threshold=most).passed is passed
+        assert Row("m", "c", value=value, threshold=most).passed is passed
+    assert [Row("m", "c", ratio=n, threshold=1.6, at_least=True).passed for n in (1.6, 1.59)] == [True, False]
 
 
-def test_verdict_counts_and_names_what_was_missed():
-    found = [Row("a", "x", ratio=0.5, floor=0.9), Row("b", "y", ratio=1.0, floor=0.9), Row("c", "z", ratio=2.0)]
-    text = report.verdict(found)
-    assert text.startswith("1 of 2 floors reached")
-    assert "b against y: 1.00, floor <= 0.90" in text
-    assert "c against" not in text
-
-
-def test_a_disturbed_measure_is_marked():
-    calm, busy = (Row("a", "x", ratio=0.5, floor=0.9, preempted=rate) for rate in (1.0, 500.0))
-    assert "?" not in report.mark(calm) + report.verdict([calm])
-    assert report.mark(busy).endswith("?")
-    assert "Something else was running during 1 measures" in report.verdict([busy])
+def test_bytes_of_the_shapes():
+    """As the README states them."""
+    shape = Shape(2, 5, 4, torch.bfloat16, vocabulary=100)
+    assert shape.forward_bytes() == 10 * 8 + 2 * 10 * 4 * 2
+    assert shape.forward_bytes(positions=True) == 2 * 10 * 8 + 2 * 10 * 4 * 2
+    assert shape.backward_bytes() == 10 * 8 + 110 * 4 * 2
+    assert shape.distinct == 10  # 9.56
+    assert cases.sparse_bytes(shape) == 10 * 8 + 20 * 4 * 2
+    assert cases.sparse_step_bytes(shape) == shape.forward_bytes() + cases.sparse_bytes(shape) + 7 * 10 * 4 * 2
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_contender_runs_in_every_round_on_the_same_inputs():
+def test_every_provider_runs_in_every_round_on_the_same_fresh_inputs():
     seen: list[tuple[str, int]] = []
-    made = [timing.Contender(name, lambda given, name=name: seen.append((name, given)), [1, 2, 3]) for name in "ab"]
-    timed = timing.run_rounds(made, settings.Settings(rounds=2), calls=4)
+    made = [Provider(name, lambda given, name=name: seen.append((name, given)), [1, 2, 3, 4]) for name in "ab"]
+    timed = timing.run_rounds(made, Settings(rounds=2), calls=3)
     assert {name: len(times) for name, times in timed.seconds.items()} == {"a": 2, "b": 2}
-    blocks = [seen[i : i + 5] for i in range(0, len(seen), 5)]  # an untimed call, then four
-    assert [block[0][0] for block in blocks] == ["b", "a", "a", "b", "b", "a"]
-    for block in blocks:
-        assert len({name for name, _ in block}) == 1
-        assert [given for _, given in block] == [1, 1, 2, 3, 1]
+    blocks = [seen[-16:][i : i + 4] for i in range(0, 16, 4)]  # an untimed call, then three
+    assert ["".join(name for name, _ in block) for block in blocks] == ["aaaa", "bbbb", "bbbb", "aaaa"]
+    assert all([given for _, given in block] == [1, 2, 3, 4] for block in blocks)
+
+
+def every_case():
+    return [*run.cases_of(FEW).values(), *run.cases_of(FEW, kernels=True).values(), *run.cases_of(GPU).values()]
+
+
+def test_no_batch_comes_twice_within_a_block():
+    for case in every_case():
+        large = dataclasses.replace(case, shape=Shape(4, 8, 8), calls=min(case.calls, 32))
+        batches = large.batches(FEW)
+        assert len(batches) == large.calls + 1
+        assert len({tuple(tokens.flatten().tolist()) for tokens in batches}) == len(batches), case.name
 
 
 def test_a_slow_machine_gets_fewer_rounds():
-    made = [timing.Contender("a", lambda _: None, [0])]
-    timed = timing.run_rounds(made, settings.Settings(rounds=50, seconds=0.0), calls=1)
-    assert len(timed.seconds["a"]) == settings.FEWEST_ROUNDS
+    timed = timing.run_rounds([always("a")], Settings(rounds=50, seconds=0.0), calls=1)
+    assert len(timed.seconds["a"]) == timing.FEWEST_ROUNDS
 
 
-def test_threads_are_set_for_a_contender_and_restored():
-    before = torch.get_num_threads()
-    seen: list[int] = []
-    made = [timing.Contender(str(n), lambda _: seen.append(torch.get_num_threads()), [0], n) for n in (1, 2)]
-    timing.run_rounds(made, settings.Settings(rounds=1), calls=1)
-    assert set(seen) == {1, 2}
+def test_threads_are_set_for_a_provider_and_restored():
+    before, seen = torch.get_num_threads(), []
+    one, two = (Provider(f"{n}", lambda n: seen.append((n, torch.get_num_threads())), [n], threads=n) for n in (1, 2))
+    timing.run_rounds([one, two], Settings(rounds=2), calls=1)
+    assert set(seen) == {(1, 1), (2, 2)}
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("way", "steps", "seconds"),
+    [
+        ("cold", "hold flush mark call mark flush mark call mark synchronize seconds seconds", 1.0),
+        ("called", "call synchronize mark call call mark synchronize seconds", 0.5),
+        ("graph", "replay mark replay mark synchronize seconds", 0.5),
+    ],
+)
+def test_what_is_timed(way, steps, seconds, monkeypatch):
+    clock = mock.Mock()
+    clock.mark.side_effect, clock.seconds.side_effect = itertools.count(), lambda start, end: end - start
+    clock.capture.side_effect = lambda calls: calls() or clock.replay
+    monkeypatch.setattr(timing, "clock_of", lambda device: clock)
+    timed = timing.run_rounds([Provider("a", clock.call, [1, 2, 3])], Settings(rounds=1), 2, way)
+    assert timed.seconds == {"a": [seconds]}
+    assert " ".join(name for name, *_ in clock.method_calls).endswith(steps)
+    assert clock.call.call_args_list[-2:] == [mock.call(2), mock.call(3)]  # the first is not timed
+
+
+def test_who_raises_is_left_out():
+    def broken(given):
+        raise RuntimeError("no kernel image\nis available")
+
+    timed = timing.run_rounds([always("good"), Provider("bad", broken, [1])], FEW, 2)
+    assert list(timed.seconds) == ["good"]
+    assert timed.failures == {"bad": "failed: RuntimeError: no kernel image"}
+    assert timing.reason(ValueError()) == "failed: ValueError: no message"
+
+
+def test_the_device_clock(monkeypatch):
+    """What it asks of torch.cuda."""
+    cuda = mock.Mock()
+    cuda.get_device_properties.return_value.L2_cache_size = 4096
+    cuda.Event.return_value.elapsed_time.return_value = 10.0
+    for name in ("get_device_properties", "Event", "synchronize", "_sleep"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name), raising=False)
+    clock = timing.CudaClock(torch.device("cpu"))
+    clock.flush()
+    assert clock._sink == clock._ballast.numel() == 3 * 1024
+    clock.hold(0.5)
+    cuda._sleep.assert_called_once_with(1_500_000_000)
+    assert clock.seconds(clock.mark(), clock.mark()) == pytest.approx(0.01)
+    assert cuda.Event.return_value.record.call_count == 2
+    clock.synchronize()
+    cuda.synchronize.assert_called_once_with()
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_cases_of_the_readme():
+    known = run.cases_of(Settings(gpu=True))
+    for sizes in ("32x512x512", "8x2048x1024", "1x131072x1024", "256x1x4096"):
+        assert {f"forward.fp32.{sizes}", f"forward.bf16.{sizes}"} <= set(known)
+    for dtype, ids, size in itertools.product(("fp32", "bf16"), ("uniform", "zipf", "half-hot"), (32_000, 256_000)):
+        assert known[f"backward.{ids}.{size}.{dtype}.32x512x512"].thresholds[cases.DENSE_BACKWARD] == 1 / 1.5
+    assert {"copy.large", "forward.strided", "backward.tokens.512", "backward.tokens.65536"} <= set(known)
+    assert (len(known), len(run.cases_of(FEW))) == (1 + 8 + 12 + 4, 23)
+    large, small = (known[f"forward.bf16.{sizes}"].thresholds for sizes in ("8x2048x1024", "32x512x512"))
+    assert (large[cases.SHARE], small[cases.SHARE], large[inputs.EAGER]) == (0.9, None, 0.4)
+    assert {large[name] for name in (cases.COMPILED, cases.AUTOTUNED, cases.FORMULA)} == {1.0}
+    if BENCH == "bench":  # beside the sources, results of the first format
+        kept = rows.read(ROOT / "bench/results/cpu-xeon-2-threads.json")
+        assert {row.case for row in kept} == set(run.cases_of(FEW))
+
+
+TINY = [case for case in every_case() if case.probe is None]
+
+
+@pytest.mark.parametrize("case", TINY, ids=[f"{case.group}-{case.name}" for case in TINY])
+def test_every_provider_runs_and_agrees(case):
+    settings = GPU if case.group == cases.DEVICE else FEW
+    settings = dataclasses.replace(settings, rounds=1, quick=True, threads=case.threads)
+    shape = dataclasses.replace(case.shape, batch=2, length=8, width=32, vocabulary=64)
+    found = run.run_case(dataclasses.replace(case, shape=shape, calls=2), settings)
+    assert not [row.note for row in found if row.failed]
+    assert all(row.median_us > 0 for row in found if row.value is None)
+    wanted = {name for name in case.thresholds if "compile" not in name and "autotune" not in name}
+    assert wanted <= {row.provider for row in found}
+
+
+def test_who_computes_something_else_fails(monkeypatch):
+    one, nan = torch.ones(3), torch.tensor([1.0, 1.0, math.nan])
+    providers = [always("ours", one), always("near", one + 1e-6), always("far", 2 * one), always("nan", nan)]
+    failures = run.disagreements([*providers, always("other work", nan, same=False)], 1e-5)
+    assert failures.keys() == {"far", "nan"}
+    assert failures["far"] == "failed: AssertionError: differs from ours by 1 of its norm"
+    wrong = lambda shape, weight: lambda ids: weight[ids]  # noqa: E731
+    monkeypatch.setattr(inputs, "textbook", wrong)
+    for name in ("forward.module.fp32.16x512x512", "forward.out.fp32.16x512x512"):
+        case = dataclasses.replace(run.cases_of(FEW)[name], shape=Shape(2, 8, 32, vocabulary=64), calls=1)
+        (eager,) = [row for row in run.run_case(case, FEW) if row.provider == inputs.EAGER]
+        assert eager.note.startswith("failed: AssertionError: differs from posenc_ext")
+
+
+def test_a_case_that_breaks_is_reported():
+    def broken(case, settings):
+        raise MemoryError("too large")
+
+    case = Case("m", "", broken, thresholds={"eager": 0.4}, group=cases.POOLED, threads=2)
+    ours, theirs = run.run_case(case, Settings())
+    assert (ours.note, ours.mode) == ("failed: MemoryError: too large", "pooled")
+    assert (theirs.provider, theirs.passed) == ("eager", False)
+    assert {row.passed for row in run.run_case(case, Settings(), cases.PLAIN)} == {None}
+    (row,) = run.run_case(case, FEW)
+    assert (row.note, row.failed) == ("needs --threads 2 or more", False)
+
+
+def test_pooled_cases_run_in_a_child_and_again_for_information():
+    chosen = run.select(run.cases_of(FEW), ["sparse", "token.call"])
+    assert [title.split(",")[-1] for title, _ in run.steps(chosen, FEW)] == [" no grad", " in a process of their own"]
+    titles = [title for title, _ in run.steps(chosen, Settings())]
+    assert [title.endswith("plain allocator") for title in titles] == [False, False, True, True]
+
+
+def test_children():
+    assert children.call(os.getenv, "MALLOC_TOP_PAD_", environment=children.POOLED) == "536870912"
+    assert "MALLOC_TOP_PAD_" not in os.environ
+
+
+def test_memory_beyond_the_output(monkeypatch):
+    monkeypatch.setattr(memory, "SHAPE", Shape(1, 512, 64, vocabulary=50))
+    monkeypatch.setattr(children, "call", lambda function, *arguments: function(*arguments))
+    ours, eager = memory.forward(Settings(threads=torch.get_num_threads()))
+    assert "output of 0, and a table of 0" in ours.note
+    assert "and a table of 1 before" in eager.note  # 5000 * 64 * 4 bytes
+    assert math.isfinite(ours.value)
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
-def test_copies_read_whole_stretches_of_the_table():
+def test_copies_read_whole_spans_of_the_table():
     weight = torch.arange(100 * 64.0).view(100, 64)
     for elements in (64, 64 * 30, 64 * 70, 64 * 100):
-        pieces = contenders.stretches(weight, elements)
-        assert 2 <= len(pieces) <= contenders.BATCHES
-        assert all(piece.numel() == elements and piece.is_contiguous() for piece in pieces)
-    with pytest.raises(ValueError, match="no stretch"):
-        contenders.stretches(weight, 64 * 101)
+        spans = inputs.spans(weight, elements)
+        assert 2 <= len(spans) <= inputs.SPANS
+        assert all(span.numel() == elements and span.is_contiguous() for span in spans)
+    longer = inputs.copy_of(Shape(1, 8, 4, vocabulary=10), 20)
+    assert {span.numel() for span in longer.inputs} == {80}
+    assert longer.bytes == 2 * 80 * 4
 
 
-def test_half_of_the_ids_become_equal():
-    shape = contenders.Shape(4, 32, 8, vocabulary=10**6)
-    for tokens in training.half_equal(contenders.id_batches(shape)):
-        assert tokens.shape == (4, 32)
+@pytest.mark.parametrize("kind", inputs.IDS)
+def test_ids_lie_in_the_table_and_do_not_change(kind):
+    shape = Shape(4, 32, 8, vocabulary=1000)
+    first, second = (inputs.IDS[kind](shape, 3) for _ in range(2))
+    for tokens, again in zip(first, second, strict=True):
+        assert (tokens.shape, tokens.dtype) == ((4, 32), torch.int64)
+        assert 0 <= tokens.min() <= tokens.max() < 1000
+        assert torch.equal(tokens, again)
+
+
+def test_distributions_of_ids():
+    for tokens in inputs.half_equal(Shape(4, 32, 8, vocabulary=10**6), 3):
         assert tokens.unique(return_counts=True)[1].max() in (64, 65)
+    (tokens,) = inputs.zipf(Shape(100, 100, 8, vocabulary=1000), 1)
+    counts = torch.bincount(tokens.flatten(), minlength=1000).sort(descending=True)
+    first = 10_000 / sum(1 / r for r in range(1, 1001))
+    assert counts.values[:2].tolist() == pytest.approx([first, first / 2], rel=0.2)
+    assert counts.indices[:10].max() - counts.indices[:10].min() > 100
 
 
-def test_contenders_must_agree():
-    contenders.agree([torch.ones(3), torch.ones(3) + 1e-6], 1e-5)
-    with pytest.raises(AssertionError):
-        contenders.agree([torch.ones(3), torch.tensor([1.0, 1.0, 2.0])], 1e-5)
+def test_the_formula_is_the_layer():
+    shape = Shape(4, 32, 8, vocabulary=100)
+    weight, tokens = torch.nn.Parameter(inputs.table(shape)), inputs.uniform(shape, 1)[0]
+    ours = inputs.fused(shape, weight)(tokens)
+    torch.testing.assert_close(inputs.formula(weight, tokens), ours, rtol=0, atol=1e-5)
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------------------
@@ -189,117 +341,175 @@ def test_positions_cover_the_ends_and_both_signs():
     for bits in (24, 40):
         chosen = accuracy.sample(bits, 50)
         assert len(chosen) == 50
-        assert {0, 2**bits} <= {abs(position) for position in chosen}
+        assert {0, 2**bits, 2**16 + 1} <= {abs(position) for position in chosen}
         assert min(chosen) < 0 < max(chosen)
         assert accuracy.sample(bits, 50) == chosen
 
 
-def test_the_worst_error_is_found():
-    width, positions = 8, [0, 1, 5]
-    convention = posenc_ext.CONVENTIONS["vaswani"]
-    frequencies = posenc_ext.functional.angular_frequencies(width, precision="exact").numpy()
-    angles = torch.tensor(positions).double().numpy()[:, None] * frequencies
+@pytest.mark.parametrize("planted", [0.0, 0.5, math.nan])
+def test_the_worst_error_is_found(planted):
+    positions = [0, 1, 5]
 
-    def worst_with(error: float):
-        sine, cosine = torch.from_numpy(angles).sin().numpy(), torch.from_numpy(angles).cos().numpy()
-        cosine[2, 1] += error
-        worst = accuracy.Worst()
-        worst.see(convention, "exact", width, positions, (sine, cosine))
-        return worst
+    def sin_cos(convention, width):
+        frequencies = functional.angular_frequencies(width, convention=convention, precision="exact").numpy()
+        angles = np.array(positions)[:, None] * frequencies
+        sine, cosine = np.sin(angles), np.cos(angles)
+        if convention.name == "musicgen" and width == 63:  # cosines first
+            cosine[2, 1] += planted
+        return sine, cosine
 
-    assert worst_with(0.0).error < 2.5e-7
-    planted = worst_with(0.5)
-    assert planted.error == pytest.approx(0.5, abs=1e-6)
-    assert "position 5, column 3" in planted.where
-    row = worst_with(math.nan).row("m", "exact", 1.0, "")
-    assert row.value is None
-    assert row.passed is False
+    row = accuracy.worst("exact", positions, sin_cos, "")
+    row = dataclasses.replace(row, threshold=2.5e-7)
+    assert row.passed is (planted == 0)
+    if planted:
+        assert "musicgen, width 63, position 5, column 1" in row.note
+        assert row.value == (None if math.isnan(planted) else pytest.approx(planted, abs=1e-6))
+    assert f"{len(CONVENTIONS) * 3 * (512 + 63)} numbers" in row.note
 
 
-# ---- keeping ---------------------------------------------------------------------------------------------------------
+def test_mpmath_agrees(monkeypatch):
+    pytest.importorskip("mpmath")
+    monkeypatch.setattr(accuracy, "sample", lambda bits, count: [0, 3])
+    monkeypatch.setattr(accuracy, "WIDTHS", (9,))
+    (row,) = accuracy.exact(FEW)
+    assert row.value < 2.5e-7
+
+
+# ---- the estimate ----------------------------------------------------------------------------------------------------
+
+
+def test_what_binds():
+    """100 multiprocessors, 128 lanes, 1 GHz: 12.8e12 instructions a second; 1e12 bytes a second."""
+    chip = roofline.Chip("test", "90", 100, 1.0, 1000)
+    light, heavy = (roofline.estimate("k<bfloat16, gathered>", n, chip) for n in (10, 100))
+    assert (light["issue"], light["memory"]) == (pytest.approx(1.28e12), pytest.approx(0.25e12))
+    assert (light["limit"], light["of_bandwidth"]) == ("memory", 1.0)
+    assert (heavy["limit"], heavy["of_bandwidth"]) == ("instructions", pytest.approx(0.512))
+    names = ("k<float, none, x>", "k<double, dense>", "k<float16, dense>")
+    assert [roofline.bytes_per_element(name) for name in names] == [4, 16, 4]
+    assert [roofline.chip_of(name).name for name in ("NVIDIA A100-SXM4-80GB", "")] == ["A100 80GB", "H200"]
+
+
+def test_other_budgets_are_refused(tmp_path, capsys):
+    path = tmp_path / "sass.json"
+    wrong = ['{"kernels": []}', '{"kernels": {"f<float, none>": {"90": 0}}}', '{"kernels": {"f": {"90": 1}}}']
+    for content in (*wrong, "[]", "{}", "?"):
+        path.write_text(content)
+        assert main(["--estimate-only", "--sass", str(path)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---- tables and files ------------------------------------------------------------------------------------------------
+
+
+def test_cells():
+    ours = Row("m", "posenc_ext", "cold", 31.25, 15, bytes=134_217_728, of_copy=0.93)
+    assert report.cells(ours, "forward") == ["forward", "posenc_ext", "31.2 us", *[""] * 4, "134.2", "4295", "93%"]
+    share = Row("m", cases.SHARE, "cold", value=0.93, unit="share", threshold=0.9, at_least=True)
+    assert report.cells(share, "")[2:7] == ["93%", "", "", ">= 90%", "pass"]
+    eager = Row("m", "eager", "cold", 15000.0, 15, ratio=0.5, q25=0.4, q75=0.6, threshold=0.4)
+    assert report.cells(eager, "")[2:7] == ["15.0 ms", "0.50", "0.40-0.60", "<= 0.40", "MISS"]
+    assert report.cells(Row("m", "x", note="failed: y"), "")[2] == "failed"
+    assert [report.number(n, "us") for n in (1.234, 999.4, 1234.0)] == ["1.23 us", "999 us", "1234 us"]
+    assert report.number(1.5e-7, "error") == "1.50e-07"
+
+
+def test_verdict_counts_and_names_what_was_missed():
+    good, bad = Row("a", "x", ratio=0.5, threshold=0.9), Row("b", "y", ratio=1.0, threshold=0.9, preempted=500.0)
+    text = report.verdict([good, bad, Row("c", "z", ratio=2.0)])
+    assert text.startswith("1 of 2 thresholds reached\n  missed: b, y: 1.00, threshold <= 0.90\n")
+    assert "during 1 cases" in text
+    assert (report.mark(good), report.mark(bad)) == ("pass", "MISS?")
+
+
+def test_without_rich(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    report.table("title", ("name", "time"), [["a", "1 us"]])
+    assert capsys.readouterr().out == "title\nname\ttime\na\t1 us\n\n"
 
 
 def test_rows_survive_json(tmp_path):
-    kept = [
-        Row("m", "ours", "out=", median_us=1.5, bytes=10, of_copy=0.5),
-        Row("m", "theirs", "out=", 3.0, 25, 1.5, 0.5, 0.4, 0.6, floor=0.9, note="n"),
-        Row("error", "exact", value=1e-7, unit="error", floor=2.5e-7),
-    ]
+    kept = [Row("m", "theirs", "out=", 3.0, 25, 1.5, 0.5, 0.4, 0.6, threshold=0.9, note="n")]
+    kept.append(Row("error", "exact", value=1e-7, unit="error", threshold=2.5e-7))
     path = tmp_path / "folder" / "result.json"
-    rows.write(path, kept, {"cpu": "x"}, {"rounds": 1})
-    assert rows.read(path) == (kept, {"cpu": "x"})
-    assert [entry["passed"] for entry in json.loads(path.read_text())["rows"]] == [None, True, True]
-
-
-def test_other_files_are_refused(tmp_path):
-    path = tmp_path / "other.json"
+    rows.write(path, kept, machine={"cpu": "x"})
+    assert rows.read(path) == kept
+    content = json.loads(path.read_text())
+    assert [entry["passed"] for entry in content["rows"]] == [True, True]
+    # The first format had other names, and a later one may have more.
+    former = {"measure": "m", "contender": "c", "floor": 0.5, "later": 1}
+    path.write_text(json.dumps({"format": 1, "rows": [former]}))
+    assert rows.read(path) == [Row("m", "c", threshold=0.5)]
     path.write_text('{"format": 0, "rows": []}')
     with pytest.raises(ValueError, match="format"):
         rows.read(path)
 
 
-def test_rows_with_unknown_fields_are_read():
-    (entry,) = rows.to_data([Row("m", "c")])
-    assert rows.from_data([{**entry, "later": 1}]) == [Row("m", "c")]
-
-
 # ---- command ---------------------------------------------------------------------------------------------------------
 
 
-def test_names_select_measures():
-    assert measures.select([]) == list(measures.MEASURES)
-    assert measures.select(["token"]) == ["token.call", "token.decode"]
-    assert measures.select(["sparse.step", "*.exact"]) == ["sparse.step", "accuracy.exact"]
-    assert measures.select(["forward.out.fp32.1x2048x1024"]) == ["forward.out.fp32.1x2048x1024"]
+def test_names_select_cases(capsys):
+    known = run.cases_of(FEW)
+    assert run.select(known, []) == list(known.values())
+    names = ["sparse.step", "*.exact", "token"]
+    assert [c.name for c in run.select(known, names)] == ["sparse.step", "token.call", "token.decode", "accuracy.exact"]
     with pytest.raises(ValueError, match="'tok'"):
-        measures.select(["tok"])
+        run.select(known, ["tok"])
+    assert main(["--list", "--only", "token.call,memory"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["token.call", "memory.forward"]
 
 
-def test_list(capsys):
-    assert main(["--list"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == list(measures.MEASURES)
+def test_bad_input_is_one_line(capsys):
+    for arguments in (["--only", "nonsense"], ["--compare", "missing.json"], ["--rounds", "0"], ["--threads", "0"]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--only", "nonsense"], ["--compare", "missing.json"]])
-def test_bad_input_is_one_line(arguments, capsys):
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--gpu", "--only", "copy.large"]) == 2
+    assert "torch.cuda.is_available() is False" in capsys.readouterr().err
 
 
 def test_tiny_run(tmp_path, capsys):
-    path = tmp_path / "result.json"
-    only = ["accuracy.reference,forward.out.bf16.1x2048x1024", "sparse.backward"]
-    threads = torch.get_num_threads()
-    assert main(["--quick", "--rounds", "1", "--threads", "1", "--only", *only, "--json", str(path)]) == 0
-    assert torch.get_num_threads() == threads
-    content = json.loads(path.read_text())
-    assert content["settings"]["rounds"] == 1
-    assert {"cpu", "threads", "torch", "isa", "allocator", "date"} <= set(content["machine"])
-    found, _ = rows.read(path)
-    assert {row.measure for row in found} == {
-        "accuracy.reference",
-        "forward.out.bf16.1x2048x1024",
-        "sparse.backward",
-    }
-    assert {row.mode for row in found} == {"", "out=", "pooled"}
-    assert all(row.median_us is not None and row.median_us > 0 for row in found if row.value is None)
+    """From end to end, with an estimate; then the same against itself."""
+    path, budget = tmp_path / "folder" / "gpu.json", tmp_path / "sass.json"
+    budget.write_text('{"kernels": {"forward_vectors<bfloat16, gathered, plain, shared>": {"90": 20}}}')
+    arguments = ["--dry-run", "--quick", "--threads", "1", "--only", "copy", "forward.bf16", "--json", str(path)]
+    assert main([*arguments, "--sass", str(budget), "--chip", "H100"]) == 0
     printed = capsys.readouterr().out
-    assert "floors reached" in printed
-
-    # The same run, against itself.
-    arguments = ["--quick", "--rounds", "1", "--threads", "1", "--only", "accuracy.reference", "--compare", str(path)]
-    assert main(arguments) == 0
+    assert "dry run: times mean nothing" in printed
+    assert "estimate, not measured" in printed
+    assert "failed" not in printed
+    content = json.loads(path.read_text())
+    assert {"cpu", "threads", "torch", "isa", "allocator", "date", "device"} <= set(content["machine"])
+    assert content["settings"]["rounds"] == 2
+    assert content["estimates"][0]["chip"] == "H100 SXM"
+    found = rows.read(path)
+    assert {row.mode for row in found} == {"cold", "called", "graph"}
+    assert main([*arguments, "--compare", str(path)]) == 0
     assert "Against the older run" in capsys.readouterr().out
 
 
-def test_strict_reports_a_missed_floor(monkeypatch):
-    missed = [dataclasses.replace(Row("token.call", "x", ratio=2.0), floor=1.0)]
-    monkeypatch.setattr(measures, "run", lambda *_: missed)
-    assert main(["--only", "token.call"]) == 0
-    assert main(["--only", "token.call", "--strict"]) == 1
+def test_time_that_is_over_is_said(capsys):
+    assert main(["--dry-run", "--seconds", "-1", "--only", "copy", "backward.zipf"]) == 0
+    assert capsys.readouterr().out.count("failed: left out") == 5
 
 
-def test_a_failing_child_says_why():
-    with pytest.raises(children.ChildError, match="nothing_of_this_name"):
-        children.call("measures:nothing_of_this_name", {})
+def test_strict(monkeypatch, capsys):
+    arguments = ["--only", "token.call", "--strict"]
+    for row, code in ((Row("token.call", "x", ratio=2.0, threshold=1.0), 1), (Row("token.call", "x", note="n"), 0)):
+        monkeypatch.setattr(run, "run_case", lambda *_, row=row: [row])
+        assert main(arguments) == code
+        assert main(arguments[:-1]) == 0
+    monkeypatch.setattr(run, "run_case", lambda *_: [Row("token.call", "x", note="failed: n")])
+    assert main(arguments) == 1
+
+
+@pytest.mark.parametrize("module", ["gpu", "kernels"])
+def test_the_modules_run(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", "--list"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"{BENCH}.{module}", run_name="__main__")
+    assert ended.value.code == 0
+    assert ("copy.large " if module == "gpu" else "kernel.exact.") in capsys.readouterr().out

@@ -1,0 +1,390 @@
+"""The cases: what is measured, as data, and how each kind makes its providers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from posenc_ext import _C, CONVENTIONS, functional
+
+from . import accuracy, inputs, memory
+from .inputs import COPY, EAGER, OURS, Shape, copy_of, gradient, table
+from .rows import Row
+from .timing import CALLED, COLD, GRAPH, Provider, Settings
+
+COMPILED = "textbook, torch.compile"
+AUTOTUNED = "textbook, max-autotune"
+FORMULA = "no table, torch.compile"
+INDEX_SELECT = "torch.index_select(out=)"
+DENSE_BACKWARD = "embedding_dense_backward(g * scale)"
+TORCH_SPARSE = "nn.Embedding(sparse=True) * scale"
+UNIFORM = f"{OURS}, uniform ids"
+SHARE = "share of the copy's bandwidth"
+
+# Where the output of a call lies; `Case.group`.
+OUT = "out="  # in a tensor that exists
+POOLED = "pooled"  # in memory that is used again, in a process of its own
+PLAIN = "plain"  # the same cases, for information, with the allocator that the process was started with
+OTHER = ""  # it does not matter
+DEVICE = "device"  # on a GPU
+KERNEL = "one thread"  # in a tensor that exists, and there is nothing but the loop
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+# Results differ by the last bits of fp32 frequencies, and in 16 bits by two or three roundings.
+TOLERANCE = {FP32: 1e-4, BF16: 1e-2}
+
+ONE = Shape(1, 1, 512)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Something to be found out.
+
+    Attributes:
+        name: for `--only`.
+        title: for the table.
+        providers: makes them when the case's turn comes. The first is the one measured.
+        shape: of the inputs.
+        thresholds: by baseline, the most that the first provider may take over the baseline's time; or by the name of a
+            row with a value. None for a row that informs.
+        bytes_moved: by one call, the same for all providers: what they share is the task.
+        group: where the output lies.
+        ids: how they are drawn, a key of `inputs.IDS`.
+        tolerance: for the results of providers, which must agree, relative to their norm; None for the dtype's.
+        calls: in one block, each with a batch of its own.
+        ways: of calling.
+        grad: whether autograd is on.
+        threads: the fewest that it makes sense for.
+        probe: gives the rows of a case that is not about time.
+    """
+
+    name: str
+    title: str
+    providers: Callable[[Case, Settings], list[Provider]] | None = None
+    shape: Shape = ONE
+    thresholds: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    bytes_moved: Callable[[Shape], int | None] = Shape.forward_bytes
+    group: str = OTHER
+    ids: str = "uniform"
+    tolerance: float | None = None
+    calls: int = 8
+    ways: tuple[str, ...] = (CALLED,)
+    grad: bool = False
+    threads: int = 1
+    probe: Callable[[Settings], list[Row]] | None = None
+
+    def batches(self, settings: Settings) -> list[Tensor]:
+        """Ids for every call of a block, and for the one before it."""
+        return [tokens.to(settings.device) for tokens in inputs.IDS[self.ids](self.shape, self.calls + 1)]
+
+    def weight(self, settings: Settings) -> nn.Parameter:
+        """The table, as a parameter."""
+        return nn.Parameter(table(self.shape, settings.device))
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def into_out(case: Case, settings: Settings, *, positions: bool = False) -> list[Provider]:
+    """Everything, against the gather alone: what scale, encoding and sum cost on top of moving the rows."""
+    shape, ids, weight = case.shape, case.batches(settings), case.weight(settings)
+    data, out = weight.detach(), torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
+    flat, flat_ids = out.view(-1, shape.width), [tokens.view(-1) for tokens in ids]
+    # All rows of positions are full and alike, but nobody tells the kernel: it computes every token's encoding anew.
+    places = torch.arange(shape.length).repeat(shape.batch, 1) if positions else None
+    return [
+        Provider(OURS, lambda tokens: functional.embed(tokens, data, positions=places, out=out), ids),
+        Provider(INDEX_SELECT, lambda tokens: torch.index_select(data, 0, tokens, out=flat), flat_ids, same=False),
+        copy_of(shape, shape.tokens, out=out),
+        Provider(EAGER, inputs.textbook(shape, weight), ids, timed=False),
+    ]
+
+
+def layers(case: Case, settings: Settings) -> list[Provider]:
+    """The layer as a model calls it in inference, against all that could take its place, and a copy of its output."""
+    shape, ids, weight = case.shape, case.batches(settings), case.weight(settings)
+    eager = inputs.textbook(shape, weight)
+    found = [Provider(OURS, inputs.fused(shape, weight), ids), Provider(EAGER, eager, ids)]
+    if not settings.quick and COMPILED in case.thresholds:
+        torch.compiler.reset()  # a function that has been compiled for too many shapes would run uncompiled
+        found.append(Provider(COMPILED, inputs.compiled(eager), ids))
+        if settings.gpu:  # max-autotune makes CUDA graphs of its own
+            found.append(Provider(AUTOTUNED, inputs.compiled(eager, mode="max-autotune"), ids, sits_out=GRAPH))
+            found.append(Provider(FORMULA, inputs.compiled(partial(inputs.formula, weight)), ids))
+    if settings.gpu:
+        found.append(Provider("F.embedding alone", lambda tokens: F.embedding(tokens, weight), ids, same=False))
+    return [*found, copy_of(shape, shape.tokens, settings.device)] if shape.tokens > 1 else found
+
+
+def decode(case: Case, settings: Settings) -> list[Provider]:
+    """One token at the end of a cache: the position is an offset, and another one each time."""
+    ours, eager = inputs.fused(case.shape, case.weight(settings)), inputs.textbook(case.shape, case.weight(settings))[0]
+    encoding = inputs.OffsetPositionalEncoding(case.shape.width)
+    steps = [(tokens, 7 + 613 * (i % 8)) for i, tokens in enumerate(case.batches(settings))]
+    return [
+        Provider(OURS, lambda given: ours(given[0], offset=given[1]), steps),
+        Provider(EAGER, lambda given: encoding(eager(given[0]), given[1]), steps),
+    ]
+
+
+def strided(case: Case, settings: Settings) -> list[Provider]:
+    """Ids that are a transposed view: what finding them costs."""
+    ids, layer = case.batches(settings), inputs.fused(case.shape, case.weight(settings))
+    views = [tokens.t().contiguous().t() for tokens in ids]
+    return [Provider(f"{OURS}, strided ids", layer, views), Provider(OURS, layer, ids)]
+
+
+def large_copy(case: Case, settings: Settings) -> list[Provider]:
+    """As much as makes nothing else count: the bandwidth of the device's memory."""
+    source = case.weight(settings).detach()
+    return [Provider(COPY, torch.empty_like(source).copy_, [source])]
+
+
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+def kernel(case: Case, settings: Settings, *, precision: str) -> list[Provider]:
+    """The kernel alone, for each instruction set: no torch call, no allocation, no argument check."""
+    shape, ids, weight = case.shape, case.batches(settings), table(case.shape)
+    out = torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
+    numbers = (shape.batch, shape.length, shape.width, _DTYPES[shape.dtype], 0, shape.token_scale)
+    rest = (*numbers, *CONVENTIONS["vaswani"].spec(precision))
+    usual = _C.active_isa()
+
+    def call(isa: str, tokens: Tensor) -> Tensor:
+        _C.force_isa(isa)
+        _C.embed_raw(weight.data_ptr(), tokens.data_ptr(), out.data_ptr(), *rest)
+        _C.force_isa(usual)
+        return out
+
+    found = [Provider(isa, partial(call, isa), ids) for isa in _C.available_isas()]
+    return [*found, dataclasses.replace(copy_of(shape, shape.tokens, out=out), threads=1)]
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def _trained(weight: Tensor, layer: Callable[[Tensor], Tensor], grad: Tensor) -> Callable[[Tensor], Any]:
+    """Forward and backward to the weight's gradient; the old one is dropped inside every call, by all alike."""
+
+    def call(tokens: Tensor) -> Tensor | None:
+        weight.grad = None
+        layer(tokens).backward(grad)  # type: ignore[no-untyped-call]
+        return weight.grad
+
+    return call
+
+
+def step(case: Case, settings: Settings) -> list[Provider]:
+    """A training step, without the optimiser."""
+    shape, ids, weight, grad = case.shape, case.batches(settings), case.weight(settings), gradient(case.shape)
+    eager = inputs.textbook(shape, weight)
+    calls = {OURS: inputs.fused(shape, weight), EAGER: eager}
+    if not settings.quick:
+        calls[COMPILED] = inputs.compiled(eager)
+    found = [Provider(name, _trained(weight, layer, grad), ids) for name, layer in calls.items()]
+    return [*found, copy_of(shape, (3 * shape.tokens + shape.vocabulary) // 2)]
+
+
+def backward(case: Case, settings: Settings) -> list[Provider]:
+    """The gradient of the weight alone, against what eager's backward runs: that of the product, then of the lookup."""
+    shape, ids, grad = case.shape, case.batches(settings), gradient(case.shape, settings.device)
+    rows, scale = shape.vocabulary, shape.token_scale
+    ours, theirs = torch.ops.posenc_ext._embed_bwd.default, torch.ops.aten.embedding_dense_backward.default
+    plain = Provider("embedding_dense_backward(g)", lambda ids: theirs(grad, ids, rows, -1, False), ids, same=False)
+    return [
+        Provider(OURS, lambda ids: ours(grad, ids, rows, scale, -1, False), ids),
+        Provider(DENSE_BACKWARD, lambda ids: theirs(grad * scale, ids, rows, -1, False), ids),
+        *([plain] if settings.gpu else []),
+        copy_of(shape, (shape.tokens + rows) // 2, settings.device),
+    ]
+
+
+def repeated(case: Case, settings: Settings) -> list[Provider]:
+    """One id in half of all places: all those gradients go to one row, so they cannot be shared out by rows."""
+    ours, theirs, *_ = backward(case, settings)
+    ids = dataclasses.replace(case, ids="uniform").batches(settings)
+    return [
+        dataclasses.replace(ours, name=f"{OURS}, half equal"),
+        dataclasses.replace(ours, name=UNIFORM, inputs=ids, same=False),
+        dataclasses.replace(theirs, name=f"{DENSE_BACKWARD}, half equal"),
+    ]
+
+
+def _sparse_gradient(shape: Shape, grad: Tensor, ids: Tensor) -> Tensor:
+    op, size = torch.ops.posenc_ext._embed_bwd_sparse.default, (shape.vocabulary, shape.width)
+    found, values = op(grad, ids, shape.vocabulary, shape.token_scale, -1, False)
+    return torch.sparse_coo_tensor(found.unsqueeze(0), values, size, is_coalesced=True, check_invariants=False)
+
+
+def sparse_step(case: Case, settings: Settings) -> list[Provider]:
+    """Forward, sparse backward, coalesced gradient, SparseAdam: a whole step of a few rows in a large table.
+
+    The baseline adds no encoding, so the fused layer does all of its work and more. Neither can be faster than the
+    optimiser's own work on a gradient that was there before.
+    """
+    shape, ids, grad = case.shape, case.batches(settings), gradient(case.shape)
+
+    def stepping(weight: nn.Parameter, gradient_of: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        optimiser: Any = torch.optim.SparseAdam([weight], lr=1e-3)
+
+        def call(given: Any) -> Tensor:
+            weight.grad = gradient_of(given).coalesce()
+            optimiser.step()
+            return weight
+
+        return call
+
+    ours, theirs, third = (nn.Parameter(table(shape).clone()) for _ in range(3))
+    layer, lookup = inputs.fused(shape, ours, sparse=True), nn.Embedding(shape.vocabulary, shape.width, sparse=True)
+    lookup.weight = theirs
+    ready = [_sparse_gradient(shape, grad, tokens) for tokens in ids]
+    scaled = _trained(theirs, lambda tokens: lookup(tokens) * shape.token_scale, grad)
+    return [
+        Provider(OURS, stepping(ours, _trained(ours, layer, grad)), ids),
+        Provider(TORCH_SPARSE, stepping(theirs, scaled), ids),
+        Provider("SparseAdam's step alone", stepping(third, lambda given: given), ready, same=False),
+    ]
+
+
+def sparse_backward(case: Case, settings: Settings) -> list[Provider]:
+    """The coalesced sparse gradient alone, without the step."""
+    shape, ids, grad = case.shape, case.batches(settings), gradient(case.shape)
+    rows, scale, op = shape.vocabulary, shape.token_scale, torch.ops.aten.embedding_backward.default
+    name = "embedding_sparse_backward(g * scale).coalesce()"
+    return [
+        Provider(OURS, partial(_sparse_gradient, shape, grad), ids),
+        Provider(name, lambda tokens: op(grad * scale, tokens, rows, -1, False, True).coalesce(), ids),
+    ]
+
+
+# ---- bytes: see `Shape` ----------------------------------------------------------------------------------------------
+
+
+def sparse_bytes(shape: Shape) -> int:
+    """A backward that writes the rows that were looked up."""
+    return shape.backward_bytes(shape.distinct)
+
+
+def sparse_step_bytes(shape: Shape) -> int:
+    """SparseAdam reads the gradient, and reads and writes the weight and both moments."""
+    return shape.forward_bytes() + sparse_bytes(shape) + shape.row_bytes(7 * shape.distinct)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def by_threads(build: Callable[[Case, Settings], list[Provider]], case: Case, settings: Settings) -> list[Provider]:
+    """What another kind of case measures, and its copy: with all threads, and with one."""
+    found = []
+    for provider in build(case, settings):
+        if provider.name in (OURS, COPY):
+            many, one = f"{provider.name}, {settings.threads} threads", f"{provider.name}, 1 thread"
+            found.append(dataclasses.replace(provider, name=many, threads=settings.threads))
+            found.append(dataclasses.replace(provider, name=one, threads=1, speedup_over=many))
+    return found
+
+
+# ---- the lists -------------------------------------------------------------------------------------------------------
+
+
+def cpu_cases() -> Iterator[Case]:
+    """The cases of the CPU."""
+    batched, single = Shape(16, 512, 512), Shape(1, 2048, 1024)  # a batch shares the encoding of a position, or cannot
+    shapes, text = (batched, single, batched.of(BF16), single.of(BF16)), batched.text
+    out, pooled = partial(Case, group=OUT), partial(Case, group=POOLED)
+
+    for shape, most in zip(shapes, (0.90, 1.10, 1.20, 2.0), strict=True):
+        title = f"forward {shape.text}, out="
+        yield out(f"forward.out.{shape.name}", title, into_out, shape, {INDEX_SELECT: most})
+    name, title = f"forward.positions.{batched.name}", f"forward {text}, explicit positions, out="
+    with_positions = partial(into_out, positions=True), batched, {INDEX_SELECT: 1.30}
+    yield out(name, title, *with_positions, bytes_moved=partial(Shape.forward_bytes, positions=True))
+    for shape in shapes:
+        title = f"forward {shape.text}"
+        yield pooled(f"forward.module.{shape.name}", title, layers, shape, {EAGER: 0.40, COMPILED: 0.90})
+
+    dense = partial(pooled, shape=batched, calls=4, bytes_moved=Shape.backward_bytes)
+    more: dict[str, Any] = {"thresholds": {EAGER: 0.60, COMPILED: 0.90}, "grad": True}
+    more["bytes_moved"] = lambda shape: shape.forward_bytes() + shape.backward_bytes()
+    yield dense("train.step", f"forward + backward {text}", step, **more)
+    yield dense("train.backward", f"backward alone {text}", backward, thresholds={DENSE_BACKWARD: 0.65})
+    more = {"thresholds": {UNIFORM: 1.5}, "ids": "half-hot"}
+    yield dense("train.repeated", "backward, half of all ids equal", repeated, **more)
+
+    few, title = Shape(1, 512, 512), "sparse: 512 tokens, backward, SparseAdam step"
+    more = {"tolerance": 1e-6, "calls": 4, "grad": True}  # a step moves few rows of the table, and those little
+    yield pooled("sparse.step", title, sparse_step, few, {TORCH_SPARSE: 0.80}, sparse_step_bytes, **more)
+    title = "sparse: the coalesced gradient alone"
+    yield pooled("sparse.backward", title, sparse_backward, few, {}, sparse_bytes, calls=32)
+
+    one = partial(Case, thresholds={EAGER: 0.40}, bytes_moved=lambda shape: None, calls=1000)
+    yield one("token.call", "one token, no grad", layers)
+    yield one("token.decode", "one token at an offset, no grad", decode)
+    for name, title, probe, key, most in (
+        ("memory.forward", f"memory of a forward {memory.SHAPE.text}", memory.forward, OURS, 16.0),
+        ("accuracy.exact", "error of precision exact", accuracy.exact, "exact", 2.5e-7),
+        ("accuracy.reference", "error of precision reference", accuracy.reference_angles, "reference", 1.5e-7),
+    ):
+        yield Case(name, title, thresholds={key: most}, probe=probe)
+
+    threads = partial(Case, thresholds={f"{OURS}, 1 thread": 1.6}, calls=4, threads=2)
+    for shape in (batched, batched.of(BF16), Shape(32, 512, 512)):
+        title = f"speed-up by threads: forward {shape.text}, out="
+        yield threads(f"threads.forward.{shape.name}", title, partial(by_threads, into_out), shape, group=OUT)
+    title, moved = f"speed-up by threads: backward {text}", Shape.backward_bytes
+    providers = partial(by_threads, backward)
+    yield threads("threads.backward", title, providers, batched, bytes_moved=moved, group=POOLED)
+
+
+def kernel_cases() -> Iterator[Case]:
+    """The kernel of the forward on one thread; first on a table small enough for the second-level cache."""
+    cached, batched, single = Shape(1, 64, 512, vocabulary=64), Shape(16, 512, 512), Shape(1, 2048, 1024)
+    shapes = (cached, batched, single, cached.of(BF16), single.of(BF16))
+    for shape, precision in itertools.product(shapes, ("reference", "exact")):
+        name, title = f"kernel.{precision}.{shape.name}", f"{precision}, {shape.text}"
+        yield Case(name, title, partial(kernel, precision=precision), shape, group=KERNEL)
+
+
+def gpu_cases(tiny: bool) -> Iterator[Case]:
+    """The cases of a GPU, the most important ones first; `tiny` makes shapes that a CPU gets through in no time."""
+    small, large, long, one, apart = (32, 512, 512), (8, 2048, 1024), (1, 2**17, 1024), (256, 1, 4096), (32, 2048, 1024)
+    if tiny:
+        small, large, long, one, apart = (2, 8, 32), (2, 16, 32), (1, 64, 32), (4, 1, 64), (2, 16, 32)
+    divisor = 1000 if tiny else 1
+    cold = partial(Case, group=DEVICE, calls=12, ways=(COLD,))
+    size = Shape(*long, vocabulary=long[1])
+    yield cold("copy.large", "copy of 512 MiB", large_copy, size, {}, lambda shape: shape.row_bytes(2 * shape.tokens))
+
+    def forward(sizes: tuple[int, int, int], share: float | None = None, **more: Any) -> Iterator[Case]:
+        thresholds = {SHARE: share, EAGER: 1 / 2.5, COMPILED: 1.0, AUTOTUNED: 1.0, FORMULA: 1.0}
+        for shape in (Shape(*sizes), Shape(*sizes, BF16)):
+            yield cold(f"forward.{shape.name}", f"forward {shape.text}", layers, shape, thresholds, **more)
+
+    def gradients(name: str, shape: Shape, ids: str, most: float) -> Case:
+        title = f"backward {shape.text}, {shape.vocabulary} rows, {ids} ids"
+        tolerance = 1e-4 if shape.dtype == FP32 else 3e-2  # torch adds rounded terms, which a hot row has many of
+        thresholds, moved = {SHARE: None, DENSE_BACKWARD: most}, Shape.backward_bytes
+        return cold(name, title, backward, shape, thresholds, moved, ids=ids, tolerance=tolerance)
+
+    yield from forward(large, 0.90)
+    yield from forward(small)
+    # The rows of 64 calls are together larger than the cache, and take far more than a graph's launch.
+    yield from forward(one, calls=64, ways=(CALLED, GRAPH))
+    for rows, ids, dtype in itertools.product((32_000 // divisor, 256_000 // divisor), inputs.IDS, (FP32, BF16)):
+        shape = Shape(*small, dtype, rows)
+        yield gradients(f"backward.{ids}.{rows}.{shape.name}", shape, ids, 1 / 1.5)
+    yield from forward(long, 0.90)
+    shape = Shape(*apart, BF16)
+    yield cold("forward.strided", f"forward {shape.text}, strided ids", strided, shape, {OURS: 1.3})
+    for tokens in (512, 4096, 65_536):  # few tokens leave most of the time to rows that nobody looked up
+        shape = Shape(1, tokens // 64 if tiny else tokens, small[2], vocabulary=32_000 // divisor)
+        yield gradients(f"backward.tokens.{shape.length}", shape, "uniform", 1.2)
