@@ -149,7 +149,8 @@ class PositionalEncoding(nn.Module):
 
     def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
         """X [..., length, d_model] -> the same shape and dtype; `offset` and `positions` as in `functional`."""
-        if x.shape[-1:] != (self.d_model,):
+        sizes = x.shape
+        if not sizes or sizes[-1] != self.d_model:
             raise ValueError(
                 f"posenc_ext.PositionalEncoding: x must have width {self.d_model} in its last axis, got {list(x.shape)}"
             )
