@@ -64,9 +64,10 @@ class Convention:
 
     def spec(self, precision: str | None = None, batch_first: bool = True) -> Spec:
         """The arguments of the ops; `precision` overrides the convention's own."""
-        if precision is not None and precision not in PRECISIONS:
+        found = self._specs.get((precision, batch_first))
+        if found is None:
             raise ValueError(_unknown("precision", precision, PRECISIONS))
-        return self._specs[precision, True if batch_first else False]
+        return found
 
     @functools.cached_property
     def _specs(self) -> dict[tuple[str | None, bool], Spec]:

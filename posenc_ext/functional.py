@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posenc_ext import _C
-from posenc_ext.conventions import DIVISORS, Convention, resolve
+from posenc_ext.conventions import DIVISORS, NO_ENCODING, Convention, resolve
 from posenc_ext.ops import add as _add
 from posenc_ext.ops import embed as _embed
 from posenc_ext.ops.call import EmbedCall, broadcast_positions, check_offset, new_embed_call
@@ -90,7 +90,7 @@ def embed(
             input,
             positions,
             offset,
-            _default_scale(weight) if token_scale is None else token_scale,
+            math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
             base,
             flags,
             -1 if padding_idx is None else _row_of(padding_idx, weight),
@@ -116,13 +116,18 @@ def scaled_embedding(
     out: Tensor | None = None,
 ) -> Tensor:
     """`weight[input] * token_scale` in one pass: `embed` without an encoding. Arguments and errors as there."""
-    call = EmbedCall(
-        weight,
-        input,
-        token_scale=_default_scale(weight) if token_scale is None else token_scale,
-        padding_idx=-1 if padding_idx is None else _row_of(padding_idx, weight),
-        scale_grad_by_freq=scale_grad_by_freq,
-        sparse=sparse,
+    call = new_embed_call(
+        (
+            weight,
+            input,
+            None,
+            0,
+            math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
+            *NO_ENCODING,
+            -1 if padding_idx is None else _row_of(padding_idx, weight),
+            scale_grad_by_freq,
+            sparse,
+        )
     )
     if max_norm is None and out is None:
         return _embed.run(call)
@@ -246,10 +251,6 @@ def angular_frequencies(
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _default_scale(weight: Tensor) -> float:
-    return math.sqrt(_sizes(weight)[1])
-
-
 def _row_of(padding_idx: int, weight: Tensor) -> int:
     rows = _sizes(weight)[0]
     if not -rows <= padding_idx < rows:
@@ -258,11 +259,12 @@ def _row_of(padding_idx: int, weight: Tensor) -> int:
 
 
 def _sizes(weight: Tensor) -> torch.Size:
-    if weight.dim() != 2:
+    sizes = weight.shape
+    if len(sizes) != 2:
         raise ValueError(
-            f"posenc_ext::embed: weight must have 2 dimensions [vocab_size, d_model], got shape {list(weight.shape)}"
+            f"posenc_ext::embed: weight must have 2 dimensions [vocab_size, d_model], got shape {list(sizes)}"
         )
-    return weight.shape
+    return sizes
 
 
 def _embed_in_place(call: EmbedCall, max_norm: float | None, norm_type: float, out: Tensor | None) -> Tensor:

@@ -17,16 +17,13 @@ __all__ = ["Embeddings", "LearnedPositionalEmbedding", "PositionalEncoding", "Tr
 _DEFAULT_TABLE_ROWS = 5000  # the textbook's max_len
 
 
-def _positive(owner: str, **sizes: int) -> None:
-    for argument, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"posenc_ext.{owner}: {argument} must be positive, got {value}")
-
-
-def _probability(owner: str, dropout: float) -> float:
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"posenc_ext.{owner}: dropout must lie in [0, 1], got {dropout}")
-    return dropout
+def _check(owner: str, **arguments: Any) -> None:
+    """Refuse what no layer can be made of; None is fine where it may be given."""
+    for name, value in arguments.items():
+        if name == "dropout" and not 0.0 <= value <= 1.0:
+            raise ValueError(f"posenc_ext.{owner}: dropout must lie in [0, 1], got {value}")
+        if name != "dropout" and value is not None and not value > 0:
+            raise ValueError(f"posenc_ext.{owner}: {name} must be positive, got {value}")
 
 
 def _row(owner: str, padding_idx: int | None, vocab_size: int) -> None:
@@ -34,11 +31,6 @@ def _row(owner: str, padding_idx: int | None, vocab_size: int) -> None:
         raise ValueError(
             f"posenc_ext.{owner}: padding_idx must lie in [{-vocab_size}, {vocab_size}), got {padding_idx}"
         )
-
-
-def _norm(owner: str, max_norm: float | None) -> None:
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"posenc_ext.{owner}: max_norm must be positive, got {max_norm}")
 
 
 class Embeddings(nn.Module):
@@ -71,9 +63,8 @@ class Embeddings(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _positive("Embeddings", d_model=d_model, vocab_size=vocab_size)
+        _check("Embeddings", d_model=d_model, vocab_size=vocab_size, max_norm=max_norm)
         _row("Embeddings", padding_idx, vocab_size)
-        _norm("Embeddings", max_norm)
         self.lut = nn.Embedding(
             vocab_size,
             d_model,
@@ -134,22 +125,21 @@ class PositionalEncoding(nn.Module):
         batch_first: bool = True,
     ) -> None:
         super().__init__()
-        _positive("PositionalEncoding", d_model=d_model)
-        if max_len is not None:
-            _positive("PositionalEncoding", max_len=max_len)
+        _check("PositionalEncoding", d_model=d_model, max_len=max_len, dropout=dropout)
         self.d_model = d_model
         self.max_len = max_len
         self.convention = resolve(convention)
         self.convention.spec(precision)  # refuses an unknown precision
         self.precision = precision or self.convention.precision
-        self.dropout = _probability("PositionalEncoding", dropout)
+        self.dropout = dropout
         self.batch_first = batch_first
         # Holds nothing; follows .to() and .half(), so that .pe knows where and in which dtype it is wanted.
         self.register_buffer("_placement", torch.empty(0), persistent=False)
 
     def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
         """X [..., length, d_model] -> the same shape and dtype; `offset` and `positions` as in `functional`."""
-        if x.shape[-1:] != (self.d_model,):
+        sizes = x.shape
+        if not sizes or sizes[-1] != self.d_model:
             raise ValueError(
                 f"posenc_ext.PositionalEncoding: x must have width {self.d_model} in its last axis, got {list(x.shape)}"
             )
@@ -184,19 +174,10 @@ class PositionalEncoding(nn.Module):
         )
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        consume_tables(self, self.convention, state_dict, [prefix], error_msgs)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:  # rest: ..., error_msgs
+        consume_tables(self, self.convention, state_dict, [prefix], rest[-1])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class TransformerEmbedding(nn.Module):
@@ -238,16 +219,15 @@ class TransformerEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _positive("TransformerEmbedding", vocab_size=vocab_size, d_model=d_model)
+        _check("TransformerEmbedding", vocab_size=vocab_size, d_model=d_model, max_norm=max_norm, dropout=dropout)
         _row("TransformerEmbedding", padding_idx, vocab_size)
-        _norm("TransformerEmbedding", max_norm)
         self.vocab_size = vocab_size
         self.d_model = d_model
         self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + vocab_size
         self.convention = resolve(convention)
         self.convention.spec(precision)  # refuses an unknown precision
         self.precision = precision or self.convention.precision
-        self.dropout = _probability("TransformerEmbedding", dropout)
+        self.dropout = dropout
         self.token_scale = math.sqrt(d_model) if token_scale is None else float(token_scale)
         self.max_norm = max_norm
         self.norm_type = norm_type
@@ -304,23 +284,16 @@ class TransformerEmbedding(nn.Module):
         )
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:  # rest: ..., error_msgs
         own = prefix + "weight"
         for name in ("lut.weight", "0.lut.weight"):
             if own not in state_dict and prefix + name in state_dict:
                 state_dict[own] = state_dict.pop(prefix + name)
-        consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        consume_tables(
+            self, self.convention, state_dict, [prefix, prefix + "1."], rest[-1]
+        )  # rest ends with error_msgs
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class LearnedPositionalEmbedding(nn.Module):
@@ -350,10 +323,10 @@ class LearnedPositionalEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _positive("LearnedPositionalEmbedding", max_len=max_len, d_model=d_model)
+        _check("LearnedPositionalEmbedding", max_len=max_len, d_model=d_model, dropout=dropout)
         self.max_len = max_len
         self.d_model = d_model
-        self.dropout = _probability("LearnedPositionalEmbedding", dropout)
+        self.dropout = dropout
         self.batch_first = batch_first
         self.weight = nn.Parameter(torch.empty(max_len, d_model, device=device, dtype=dtype))
         self.reset_parameters()

@@ -122,8 +122,8 @@ _register_embed(_embed)
 _register_embed(_ops.embed_general.default)
 
 
-# The weight gradient is linear in the output gradient. Its transpose is the lookup without an encoding: what arrives for
-# row r goes to every token of r, times the scale and the same divisors.
+# The weight gradient is linear in the output gradient. Its transpose is the lookup without an encoding: what arrives
+# for row r goes to every token of r, times the scale and the same divisors.
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     call = GradientCall(*inputs)
     ctx.save_for_backward(call.input, *(output[:1] if isinstance(output, tuple) else ()))
