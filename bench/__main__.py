@@ -39,7 +39,7 @@ def _main(args: argparse.Namespace) -> int:
         print("\n".join(f"{case.name:44} {case.title}" for case in chosen))
         return 0
     if args.estimate_only:
-        roofline.show(roofline.estimates(args.sass or roofline.BUDGET, roofline.chip_of(args.chip or "")))
+        roofline.show(roofline.estimates(roofline.chip_of(args.chip or "")))
         return 0
     if settings.device.type == "cuda":
         if not torch.cuda.is_available():
@@ -48,8 +48,6 @@ def _main(args: argparse.Namespace) -> int:
             raise ValueError("posenc_ext was built without its CUDA half")
     older = rows.read(args.compare) if args.compare else None
     facts = machine.facts(settings)
-    chip = roofline.chip_of(args.chip or facts.get("gpu", ""))
-    sections = {"estimates": roofline.estimates(args.sass, chip)} if args.sass else {}
     # Beside the sources; in the current folder where the package is installed.
     folder = Path(__file__).parent / "results" if __package__ == "bench" else Path("posenc_ext_bench")
     passing = args.only or args.dry_run or args.kernels
@@ -66,12 +64,10 @@ def _main(args: argparse.Namespace) -> int:
         found += step()
         if path is not None:  # a run that is cut short leaves what it had
             said = {**dataclasses.asdict(settings), "took": round(time.monotonic() - start, 1)}
-            rows.write(path, found, machine=facts, settings=said, **sections)
+            rows.write(path, found, machine=facts, settings=said)
 
     print(f"{machine.headline(facts, settings)}\n")
     report.show(found, {case.name: case.title for case in chosen})
-    if sections:
-        roofline.show(sections["estimates"])
     if older is not None:
         report.show_changes(older, found)
     if path is not None:
@@ -105,9 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", action="store_true", help="the cases of the GPU")
     add("--kernels", action="store_true", help="the forward kernel alone, for each instruction set; not kept")
     add("--dry-run", action="store_true", help="those, tiny, on the CPU, to try the program; times mean nothing")
-    add("--sass", type=Path, metavar="REPORT.json", help="add an estimate from the disassembly gate")
-    add("--estimate-only", action="store_true", help="the estimate alone, which needs no GPU")
-    add("--chip", choices=sorted(roofline.CHIPS), help="data sheet for the estimate (that of the GPU)")
+    add("--estimate-only", action="store_true", help="lower bounds from a GPU's data sheet; needs no GPU")
+    add("--chip", choices=sorted(roofline.BANDWIDTH), help="data sheet for the estimate (H200)")
     return parser
 
 

@@ -72,7 +72,7 @@ step tests 200 tests.log "$PYTHON" -m pytest -m cuda -p no:cacheprovider -o faul
   --durations=8 -rs tests/test_cuda.py tests/test_cuda_errors.py tests/test_cuda_streams.py
 grep -qE '[0-9]+ passed' "$OUT/tests.log" || { say 'tests      FAILED: none passed\n'; failed=1; }
 
-bench=(--seconds 150 --json "$OUT/gpu.json" --sass csrc/cuda/sass_budget.json)
+bench=(--seconds 150 --json "$OUT/gpu.json")
 if ((dry_run)); then bench+=(--dry-run --quick); fi
 step benchmark 190 table.txt "$PYTHON" -m bench.gpu "${bench[@]}"
 
