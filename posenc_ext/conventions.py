@@ -122,9 +122,8 @@ def resolve(convention: str | Convention) -> Convention:
     Raises:
         ValueError: no convention has that name.
     """
-    if isinstance(convention, Convention):
-        return convention
-    if convention not in CONVENTIONS:
+    chosen = convention if isinstance(convention, Convention) else CONVENTIONS.get(convention)
+    if chosen is None:
         known = ", ".join(map(repr, CONVENTIONS))
         raise ValueError(f"posenc_ext: convention must be a Convention or one of {known}, got {convention!r}")
-    return CONVENTIONS[convention]
+    return chosen

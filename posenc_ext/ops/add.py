@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from posenc_ext.conventions import Spec
 from posenc_ext.ops import compose
-from posenc_ext.ops.call import check_offset
+from posenc_ext.ops.call import INT64, offset_error
+from posenc_ext.ops.compose import transforms_active
 
 _add = torch.ops.posenc_ext.add_positional_encoding.default
 _add_fwd = torch.ops.posenc_ext._add_positional_encoding_fwd.default
@@ -24,8 +26,9 @@ def run(x: Tensor, positions: Tensor | None, offset: int, spec: Spec) -> Tensor:
     if _is_compiling() and not compose.needed():
         result = _add(x, positions, offset, *spec)
         return result
-    check_offset("add_positional_encoding", offset)
-    if compose.needed():
+    if not -INT64 <= offset < INT64:
+        raise offset_error("add_positional_encoding", offset)
+    if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
         return compose.add(x, positions, offset, spec)
     if x.requires_grad and _grad_enabled():
         return _apply(x, positions, offset, *spec)

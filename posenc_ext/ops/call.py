@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posenc_ext.conventions import NO_ENCODING
 
-_INT64 = 2**63
+INT64 = 2**63
 
 
 class EmbedCall(NamedTuple):
@@ -51,8 +51,13 @@ def by_name(op: Any, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict
 
 def check_offset(op: str, offset: int) -> None:
     """Refuse what the op's int64 argument cannot hold; the dispatcher's own message names neither."""
-    if not -_INT64 <= offset < _INT64:
-        raise ValueError(f"posenc_ext::{op}: offset {offset} exceeds the int64 range")
+    if not -INT64 <= offset < INT64:
+        raise offset_error(op, offset)
+
+
+def offset_error(op: str, offset: int) -> ValueError:
+    """What `check_offset` raises."""
+    return ValueError(f"posenc_ext::{op}: offset {offset} exceeds the int64 range")
 
 
 def broadcast_positions(

@@ -12,12 +12,12 @@ from torch import Tensor
 from posenc_ext.conventions import NO_ENCODING, SEQUENCE_FIRST, Spec
 from posenc_ext.ops.call import EmbedCall, GradientCall
 
-_transforms_active = torch._C._are_functorch_transforms_active
+transforms_active = torch._C._are_functorch_transforms_active
 
 
 def needed() -> bool:
     """Whether a transform of functorch or forward-mode AD is active."""
-    return _transforms_active() or forward_ad._current_level >= 0
+    return transforms_active() or forward_ad._current_level >= 0
 
 
 def embed(call: EmbedCall) -> Tensor:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from posenc_ext.ops import compose
-from posenc_ext.ops.call import EmbedCall, GradientCall, by_name, check_offset
+from posenc_ext.ops.call import INT64, EmbedCall, GradientCall, by_name, offset_error
+from posenc_ext.ops.compose import transforms_active
 
 _ops = torch.ops.posenc_ext
 _embed = _ops.embed.default
@@ -30,8 +32,9 @@ def run(call: EmbedCall) -> Tensor:
             )
         result = _embed(*call)
         return result
-    check_offset("embed", call.offset)
-    if compose.needed():
+    if not -INT64 <= call.offset < INT64:
+        raise offset_error("embed", call.offset)
+    if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
         return compose.embed(call)
     if call.weight.requires_grad and _grad_enabled():
         return _apply(*call)
