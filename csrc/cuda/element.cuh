@@ -54,8 +54,7 @@ struct Vector {
   T element[kVector<T>];
 };
 
-// read_only: nothing writes to the tensor while the kernel runs. Intrinsics, because the compiler may split the plain
-// load or store of a uint4.
+// read_only: nothing writes to the tensor while the kernel runs.
 template <bool read_only, class T>
 __device__ __forceinline__ Vector<T> load_vector(const T* from) {
   const uint4* const bits = reinterpret_cast<const uint4*>(from);
@@ -67,7 +66,14 @@ __device__ __forceinline__ void store_vector(T* to, const acc_of<T> (&values)[kV
   Vector<T> vector;
 #pragma unroll
   for (int i = 0; i < kVector<T>; ++i) vector.element[i] = from_acc<T>(values[i]);
-  *reinterpret_cast<uint4*>(to) = bit_cast<uint4>(vector);
+  const uint4 bits = bit_cast<uint4>(vector);
+#if defined(__CUDA_ARCH__)
+  // In assembler, because the compiler splits the assignment of a uint4.
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+               : "memory");
+#else
+  *reinterpret_cast<uint4*>(to) = bits;
+#endif
 }
 
 }  // namespace posenc::cuda
