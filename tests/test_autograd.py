@@ -54,7 +54,7 @@ every_direct = pytest.mark.parametrize("call", DIRECT.values(), ids=DIRECT)
 def samples() -> list[Sample]:
     """Calls whose weight gradient is the derivative: the flags leave out or divide parts of it."""
     flagged = ("padding_idx", "scale_grad_by_freq")
-    return [s for s in sample_inputs("cpu", torch.float64, True) if not any(flag in s.kwargs for flag in flagged)]
+    return [s for s in make.samples("cpu", torch.float64, True) if not any(flag in s.kwargs for flag in flagged)]
 
 
 # ---- first and second order ------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("case", MODULES.values(), ids=MODULES)
+@make.each("case", MODULES)
 def test_derivatives_through_modules(case):
     build, value = case
     module = build()
@@ -134,7 +134,7 @@ def dense(rows: Tensor, values: Tensor) -> Tensor:
 
 @every_flag
 @every_id_type
-@pytest.mark.parametrize("sparse", [False, True])
+@make.dense_and_sparse
 def test_the_weight_gradient_is_differentiable_in_the_output_gradient(padding_idx, by_frequency, id_type, sparse):
     """It is linear in it whatever the flags, even those that make it no derivative itself."""
     arguments = (IDS.to(id_type), V, SCALE, padding_idx, by_frequency)
@@ -150,7 +150,7 @@ def test_the_weight_gradient_is_differentiable_in_the_output_gradient(padding_id
 
 
 @every_flag
-@pytest.mark.parametrize("sparse", [False, True])
+@make.dense_and_sparse
 @pytest.mark.parametrize("form", ["functional", "op"])
 def test_double_backward_through_embed(padding_idx, by_frequency, sparse, form):
     """create_graph: the weight gradient knows the output gradient it came from."""
@@ -173,7 +173,7 @@ def test_double_backward_through_embed(padding_idx, by_frequency, sparse, form):
     torch.testing.assert_close(second, expected)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@make.dense_and_sparse
 def test_double_backward_with_nothing_but_padding(sparse):
     weight, ids = weight64(), torch.full((B, T), 2)
     y = functional.embed(ids, weight, padding_idx=2, sparse=sparse)
@@ -229,7 +229,7 @@ RAW = {
 }
 
 
-@pytest.mark.parametrize("call", RAW.values(), ids=RAW)
+@make.each("call", RAW)
 def test_raw_ops_do_not_pass_for_differentiable(call):
     """They have no formula. Who differentiates one hears of it, from an error or a warning."""
     function, argument = call
@@ -373,7 +373,7 @@ VMAPPED = {
     "ids and weights": (lambda i, w, p: functional.embed(i, w, offset=4), (0, 0, None)),
     "positions": (lambda i, w, p: functional.embed(i, w, positions=p), (0, None, 0)),
     "ids, sequence first": (lambda i, w, p: functional.embed(i, w, batch_first=False), (0, None, None)),
-    "no waves": (lambda i, w, p: functional.scaled_embedding(i, w), (0, None, None)),
+    "no encoding": (lambda i, w, p: functional.scaled_embedding(i, w), (0, None, None)),
     "x": (lambda i, w, p: functional.add_positional_encoding(w, offset=2), (None, 0, None)),
     "x, positions": (lambda i, w, p: functional.add_positional_encoding(w[:T], positions=p[0]), (None, 0, 0)),
     "ops.embed, ids": (lambda i, w, p: ops.embed(w, i, None, 0, SCALE, *RECIPE), (0, None, None)),
@@ -383,7 +383,7 @@ VMAPPED = {
 }
 
 
-@pytest.mark.parametrize("case", VMAPPED.values(), ids=VMAPPED)
+@make.each("case", VMAPPED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vmap(case, dtype):
     """The values of a loop, to the bit."""

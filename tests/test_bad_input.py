@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import DTYPES, assert_same_bits, message, name_of
+from helpers import make.DTYPES, assert_same_bits, message, make.name_of
 
 from posenc_ext import CONVENTIONS, Convention
 from posenc_ext.conventions import NO_WAVES
@@ -92,7 +92,7 @@ def test_ids_out_of_range(path, name, bad, words):
     assert_same_bits(weight, before, "weight")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@make.each_dtype
 def test_ids_out_of_range_for_every_dtype_of_the_table(dtype):
     assert_refused(lambda: embed(ids(0, 10), table(dtype=dtype)), IndexError, ["ids in [0, 10)", "got 10 at input[1]"])
 
@@ -149,7 +149,7 @@ def test_ids_out_of_range_compiled():
         (torch.int16, "Short"),
         (torch.int8, "Char"),
     ],
-    ids=name_of,
+    ids=make.name_of,
 )
 def test_ids_of_another_dtype(dtype, text):
     bad = torch.ones(2, 3).to(dtype)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from cuda_helpers import ON_GPU, assert_gradient, assert_same, gpu_only, moved, needs_bytes
 from helpers import (
-    DTYPES,
+    make.DTYPES,
     NAMED,
     PRECISIONS,
     WIDTHS,
     assert_close,
     assert_same_bits,
     fields,
-    name_of,
+    make.name_of,
     sample_inputs,
     unit_roundoff,
     wide,
@@ -40,9 +40,6 @@ pytestmark = pytest.mark.cuda
 
 ops = torch.ops.posenc_ext
 
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-EACH_PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
-SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 
 V, D, B, T = 11, 6, 2, 5
 FAR = (0, 9, -3, -(2**18), 2**18, 2**24, 2**40, -(2**40))
@@ -55,17 +52,17 @@ def ids(*shape: int, rows: int = V, dtype: torch.dtype = torch.int64) -> Tensor:
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_every_kind_of_call(device, dtype):
-    for here, there in zip(sample_inputs("cpu", dtype, False), sample_inputs(device, dtype, False), strict=True):
+    for here, there in zip(make.samples("cpu", dtype, False), make.samples(device, dtype, False), strict=True):
         assert there.weight.stride() == here.weight.stride()
         got = embed(there.input, there.weight, **there.kwargs)
         assert got.device == there.weight.device
         assert_same_bits(got.cpu(), embed(here.input, here.weight, **here.kwargs), here.name)
 
 
-@EACH_DTYPE
-@EACH_PRECISION
+@make.each_dtype
+@make.each_precision
 def test_conventions(device, dtype, precision):
     """All of them, odd widths too, near and far, for each source of the base term."""
     for convention in NAMED:
@@ -79,8 +76,8 @@ def test_conventions(device, dtype, precision):
                 assert_same(device, positional_encoding, ids(T), width, what=what, dtype=dtype, **options)
 
 
-@EACH_DTYPE
-@EACH_PRECISION
+@make.each_dtype
+@make.each_precision
 def test_positions_of_every_size(device, dtype, precision):
     """By offset and one by one, so that each way of reducing an angle is taken."""
     weight = torch.randn(V, 66).to(dtype)
@@ -94,7 +91,7 @@ def test_positions_of_every_size(device, dtype, precision):
     assert_same(device, positional_encoding, near.int(), 66, what="int32", **options)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_widths(device, dtype):
     """Every remainder of a vector, tables and activations that no vector load can take, columns with strides."""
     for width in (*WIDTHS, 4096):
@@ -121,7 +118,7 @@ VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_explicit_positions(device, dtype):
     weight, given = torch.randn(V, 34).to(dtype), ids(4, 9)
     x = torch.randn(4, 9, 34).to(dtype)
@@ -142,7 +139,7 @@ def test_explicit_positions(device, dtype):
     assert_same(device, embed, given, weight, positions=torch.arange(4), batch_first=False)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_sequence_first(device, dtype):
     weight, x = torch.randn(V, D).to(dtype), torch.randn(5, 3, 2, D).to(dtype)
     for shape in ((5, 3), (5,), (5, 3, 2), (1, 4), ()):
@@ -151,7 +148,7 @@ def test_sequence_first(device, dtype):
     assert_same(device, lambda a: add_positional_encoding(a.movedim(0, 2), batch_first=False), x)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_out(device, dtype):
     """Into tensors that exist, with gaps between rows, and in place; what lies between is left alone."""
     weight, given, x = torch.randn(V, 33).to(dtype), ids(4, 9), torch.randn(4, 9, 33).to(dtype)
@@ -202,11 +199,11 @@ def test_special_numbers_in_the_table(device):
     tiny = torch.finfo(torch.float32).smallest_normal / 4
     numbers = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, tiny, -tiny, 3e38, -3e38])
     given = torch.arange(9).repeat(2, 1)
-    for dtype in DTYPES:
+    for dtype in make.DTYPES:
         weight = numbers[:, None].expand(9, 12).to(dtype)
         here = embed(given, weight)
         there = embed(given.to(device), weight.to(device)).cpu()
-        assert_same_bits(there.nan_to_num(nan=7.0), here.nan_to_num(nan=7.0), name_of(dtype))
+        assert_same_bits(there.nan_to_num(nan=7.0), here.nan_to_num(nan=7.0), make.name_of(dtype))
         assert torch.equal(there.isnan(), here.isnan())
 
 
@@ -224,13 +221,13 @@ def test_rounded_once(device):
     """16-bit results are the fp32 ones, rounded; nothing on the way is."""
     for dtype in (torch.bfloat16, torch.float16):
         weight, given = torch.randn(V, 130).to(dtype).to(device), ids(4, 40).to(device)
-        assert_same_bits(embed(given, weight), embed(given, weight.float()).to(dtype), name_of(dtype))
+        assert_same_bits(embed(given, weight), embed(given, weight.float()).to(dtype), make.name_of(dtype))
 
 
 def test_fp32_is_a_separate_multiply_and_add(device):
     weight, given = torch.randn(V, 512).to(device), ids(4, 40).to(device)
-    waves = positional_encoding(40, 512, device=device)
-    assert_same_bits(embed(given, weight), weight[given] * math.sqrt(512) + waves)
+    encoding = positional_encoding(40, 512, device=device)
+    assert_same_bits(embed(given, weight), weight[given] * math.sqrt(512) + encoding)
 
 
 def test_ids_in_the_hundred_thousands(device):
@@ -276,8 +273,8 @@ DISTRIBUTIONS = {
 }
 
 
-@SPARSE
-@EACH_DTYPE
+@make.dense_and_sparse
+@make.each_dtype
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_gradients_of_every_distribution(device, name, dtype, sparse):
     given, rows = DISTRIBUTIONS[name]()
@@ -289,9 +286,9 @@ def test_gradients_of_every_distribution(device, name, dtype, sparse):
         assert_same_gradient(device, given, grad, rows, f"{name}, {options}", sparse=sparse, **options)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_gradients_of_every_kind_of_call(device, dtype):
-    for here, there in zip(sample_inputs("cpu", dtype, True), sample_inputs(device, dtype, True), strict=True):
+    for here, there in zip(make.samples("cpu", dtype, True), make.samples(device, dtype, True), strict=True):
         for sparse in (False, True):
             want = embed(here.input, here.weight, sparse=sparse, **here.kwargs)
             got = embed(there.input, there.weight, sparse=sparse, **there.kwargs)
@@ -302,7 +299,7 @@ def test_gradients_of_every_kind_of_call(device, dtype):
             assert_gradient(got, want, here.name)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_gradients_of_any_strides(device, dtype):
     """`sum()` sends one number for all; others come transposed, sliced, or in the order of the sequence."""
     given = ids(4, 30, rows=6)
@@ -327,8 +324,8 @@ def test_gradients_of_any_strides(device, dtype):
     assert_same_bits(weight.grad.cpu(), want.contiguous(), "sum()")
 
 
-@SPARSE
-@EACH_DTYPE
+@make.dense_and_sparse
+@make.each_dtype
 def test_padding_gets_exactly_nothing(device, dtype, sparse):
     given = ids(256, 3, 7, rows=10)
     grad = torch.randn(256, 3, 7, 5).to(dtype)
@@ -348,7 +345,7 @@ def test_padding_gets_exactly_nothing(device, dtype, sparse):
         assert_close(got, want, bound.numpy(), f"padding {padding}")
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_a_hot_token_loses_no_small_contribution(device, dtype):
     grad = torch.full((10_000, 40), 0.25, dtype=dtype, device=device)
     got = gradient(torch.full((10_000,), 2, device=device), grad, 4, token_scale=1.0)
@@ -372,7 +369,7 @@ def test_add_passes_the_gradient_on(device):
     assert_same_bits(x.grad, grad)
 
 
-@SPARSE
+@make.dense_and_sparse
 def test_a_hundred_repeats_have_equal_bits(device, sparse):
     """The order of a sum may not depend on which block comes first."""
     given, weight = hot(40 * 512, 4000, 0.3).view(40, 512).to(device), torch.randn(4000, 64, device=device)
@@ -402,9 +399,9 @@ def test_deterministic_mode(device):
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [s.name for s in sample_inputs("cpu", torch.float64, True)])
+@pytest.mark.parametrize("name", [s.name for s in make.samples("cpu", torch.float64, True)])
 def test_derivatives(device, name):
-    (sample,) = (s for s in sample_inputs(device, torch.float64, True) if s.name == name)
+    (sample,) = (s for s in make.samples(device, torch.float64, True) if s.name == name)
     if "padding_idx" in sample.kwargs or "scale_grad_by_freq" in sample.kwargs:
         pytest.skip("its gradient leaves out or divides parts of the derivative")
 
@@ -422,7 +419,7 @@ def test_derivatives_of_add(device):
         assert gradgradcheck(lambda a, o=options: add_positional_encoding(a, **o), x)
 
 
-@SPARSE
+@make.dense_and_sparse
 @pytest.mark.parametrize("flags", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}], ids=str)
 def test_double_backward(device, sparse, flags):
     """create_graph: the weight gradient knows the output gradient it came from, and both are the CPU's."""
@@ -731,7 +728,7 @@ def fresh():
 
 
 def op_cases(device: str, dtype: torch.dtype, requires_grad: bool) -> Iterator[tuple[Any, bool]]:
-    for sample in sample_inputs(device, dtype, requires_grad):
+    for sample in make.samples(device, dtype, requires_grad):
         for case in cases_of(sample):
             arguments = tuple(
                 moved(a, device) if isinstance(a, Tensor) and a.device.type != torch.device(device).type else a

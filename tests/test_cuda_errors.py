@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_helpers import DEVICE, assert_refused, forget, gpu_only, settle, sleep
-from helpers import DTYPES, assert_same_bits, child, message, name_of
+from helpers import make.DTYPES, assert_same_bits, child, message, make.name_of
 from torch import Tensor
 
 import posenc_ext
@@ -80,7 +80,7 @@ def test_int32_ids(device, bad):
     assert_usable(device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@make.each_dtype
 @gpu_only
 def test_the_row_is_nan_and_the_others_are_right(device, dtype):
     weight = table(device, dtype)
@@ -196,7 +196,7 @@ def test_a_training_step(device):
     assert_usable(device)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@make.dense_and_sparse
 def test_gradients_of_the_step_after(device, sparse):
     """Once the error is out, the next step's gradient is right to the bit."""
     assert_refused(lambda: embed(ids(device, V), table(device).requires_grad_()), RANGE)

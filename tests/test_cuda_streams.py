@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_helpers import ON_GPU, gpu_only, sleep, two_gpus
-from helpers import assert_same_bits, name_of
+from helpers import assert_same_bits, make.name_of
 from torch import Tensor, nn
 
 import posenc_ext
@@ -206,7 +206,7 @@ def captured(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
 
 @gpu_only
 @every_call_and_backward
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@make.each("dtype", [torch.float32, torch.bfloat16])
 def test_replays_follow_the_inputs(device, name, dtype):
     function, arguments = CALLS_AND_BACKWARD[name], inputs(device, dtype)
     graph, result = captured(lambda: function(*arguments))

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import NAMED, fields, name_of
+from helpers import NAMED, fields, make.name_of
 from torch import Tensor, nn
 
 import posenc_ext
@@ -105,7 +105,7 @@ CASTS = {
 
 
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("precision", ["reference", "exact"])
+@make.each_precision
 @pytest.mark.parametrize("start", [250, 1850])
 def test_encodings_stay_exact_under_casts(cast, precision, start):
     """Positions past 256 are not whole numbers of bfloat16, and past 2048 not of float16."""
@@ -289,9 +289,9 @@ def test_the_full_size_table_of_the_reference_loads():
     posenc_ext.PositionalEncoding(512).load_state_dict(reference.PositionalEncoding(512).state_dict())
 
 
-@pytest.mark.parametrize("convention", NAMED, ids=lambda c: c.name)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=name_of)
-@pytest.mark.parametrize("precision", ["reference", "exact"])
+@make.each_convention
+@make.each("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@make.each_precision
 def test_tables_of_any_floating_type(convention, dtype, precision):
     module = posenc_ext.PositionalEncoding(D, convention=convention, precision=precision)
     module.load_state_dict({"pe": table(convention.name, rows=500).to(dtype)})
@@ -319,7 +319,7 @@ def same_waves(a: posenc_ext.Convention, b: posenc_ext.Convention) -> bool:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@make.each("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("found", NAMED, ids=lambda c: c.name)
 def test_a_table_of_another_convention_is_refused_by_name(found, dtype, strict):
     mine = CONVENTIONS["vaswani"] if not same_waves(found, CONVENTIONS["vaswani"]) else CONVENTIONS["tensor2tensor"]
@@ -388,7 +388,7 @@ def test_a_table_of_no_convention_is_refused(case, strict):
         torch.ones(D),
         torch.ones(ROWS * D + 1),
     ],
-    ids=lambda wrong: f"{name_of(wrong.dtype)} {list(wrong.shape)}",
+    ids=lambda wrong: f"{make.name_of(wrong.dtype)} {list(wrong.shape)}",
 )
 def test_what_is_no_table_of_this_width_is_refused(wrong, strict):
     module = posenc_ext.PositionalEncoding(D)
