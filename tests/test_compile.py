@@ -504,10 +504,7 @@ def test_an_offset_that_export_did_fix_is_refused(strict):
 def test_export_with_positions(name, strict):
     layer, argument = EXPORTED[name]
     program = torch.export.export(
-        Keyword(layer, "positions"),
-        (argument((2, 5)), ids((2, 5))),
-        dynamic_shapes=(TOKENS, TOKENS),
-        strict=strict,
+        Keyword(layer, "positions"), (argument((2, 5)), ids((2, 5))), dynamic_shapes=(TOKENS, TOKENS), strict=strict
     )
     loaded = saved_and_loaded(program)
     for shape in ((2, 5), (4, 9)):
