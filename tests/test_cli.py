@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import child
 
-from posenc_ext import _C, cli, demo, plot
+from posenc_ext import _C, cli, demo, functional, plot
 from posenc_ext.conventions import CONVENTIONS
 
 WORDS = ("[PAD]", "나는", "오늘", "학교에", "간다", "도서관에", "학교에서", "공부한다", "집에")
@@ -281,8 +281,6 @@ def figure():
 
 
 def pictured(convention, length, d):
-    from posenc_ext import functional
-
     return functional.positional_encoding(length, d, convention=convention).double().numpy()
 
 
