@@ -255,7 +255,6 @@ def test_a_terminal_that_cannot_show_a_word(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--d-model", "16", "--length", "30"),
         ("--d-model", "7", "--length", "12", "--convention", "fairseq"),
         ("--d-model", "1", "--length", "1"),
         ("--d-model", "3", "--length", "400", "--convention", "positional_encodings"),
