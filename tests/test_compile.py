@@ -76,13 +76,10 @@ WRITTEN = {name: 0 if "in place" in name else 1 for name in CALLS if "out" in na
 
 @make.each("name", list(CALLS))
 def test_whole_graph(name):
-    """fullgraph: any break is an error. Values, and what was written to, are those of the eager call, to the bit.
-
-    The first size is compiled as it is, the second brings symbols in, and the third needs nothing new.
-    """
+    """fullgraph: any break is an error. Values, and what was written to, are those of the eager call, to the bit."""
     function, makers = CALLS[name]
     counter = CompileCounterWithBackend(EAGER)
-    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     counts = []
     for shape in (SHAPE, (4, 9), (5, 6)):
         given = [maker(shape) for maker in makers]
@@ -92,7 +89,7 @@ def test_whole_graph(name):
             assert torch.equal(got, expected)
             assert torch.equal(got, before) == (WRITTEN.get(name) != i)
         counts.append(counter.frame_count)
-    assert counts[1] == counts[2] <= 2
+    assert len(set(counts)) == 1  # one program for all sizes
 
 
 @pytest.mark.slow
