@@ -69,19 +69,22 @@ def test_values(convention, precision, width):
 
 
 @make.each_convention
-@pytest.mark.parametrize("width", [1, 3, 8])
-def test_running_index(convention, width):
+@make.each_precision
+@pytest.mark.parametrize("width", [1, 3, 8, 130])
+def test_running_index(convention, precision, width):
     """Without positions a token's position is its index, from the convention's first one, plus the offset."""
-    weight = torch.randn(9, width)
-    ids = torch.randint(9, (2, 5))
+    weight, ids = make.table(width=width), make.ids((2, 20))
     for offset in (0, 3, -4, 10**6):
-        positions = torch.arange(5) + offset + convention.first_position
-        truth = true_encoding(positions, width, convention, convention.precision)
-        encoding = positional_encoding(5, width, offset=offset, convention=convention)
+        positions = torch.arange(20) + offset + convention.first_position
+        options = {"offset": offset, "convention": convention, "precision": precision}
+        encoding = positional_encoding(20, width, **options)
+        truth = true_encoding(positions, width, convention, precision)
         close_to_encoding(encoding, truth, torch.float32, positions, f"offset {offset}")
-        kwargs = {"offset": offset, "convention": convention}
-        assert_same_bits(embed(ids, weight, **kwargs), weight[ids] * math.sqrt(width) + encoding, "embed")
-        assert_same_bits(add_positional_encoding(weight[ids], **kwargs), weight[ids] + encoding, "add")
+        # One sequence may be computed in another way than several.
+        for given in (ids, ids[:1], ids[0]):
+            rows = weight[given]
+            assert_same_bits(embed(given, weight, **options), rows * math.sqrt(width) + encoding, f"embed, {offset}")
+            assert_same_bits(add_positional_encoding(rows, **options), rows + encoding, f"add, {offset}")
 
 
 @pytest.mark.parametrize("base", [1.0, 2.0, 37.5, 500000.0, 1e300])
