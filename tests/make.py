@@ -109,12 +109,12 @@ def positions_of_every_size() -> Tensor:
     return torch.tensor([s * 2**e + d for e in range(1, 63) for d in (-1, 0, 1) for s in (1, -1)])
 
 
-def views(tokens: tuple[int, int], width: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Activations or gradients [*tokens, width] of every kind of strides."""
+def views(tokens: tuple[int, int], width: int, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
+    """Activations or gradients [*tokens, width] of every kind of strides; options as in `x`."""
     b, t = tokens
 
     def whole(*shape: int) -> Tensor:
-        return x(shape, dtype=dtype)
+        return x(shape, dtype=dtype, **options)
 
     return {
         "contiguous": whole(b, t, width),
@@ -132,6 +132,8 @@ def views(tokens: tuple[int, int], width: int, dtype: torch.dtype = torch.float3
         "offset view": whole(b * t * width + 3)[3:].view(b, t, width),
     }
 
+
+VIEWS = tuple(views((1, 1), 1, torch.float32))
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 

@@ -388,7 +388,7 @@ def test_weight_of_any_strides(name, dtype):
 
 
 @make.each_dtype
-@make.each("name", ["permuted batch axes", *make.views((3, 4), 35)])
+@make.each("name", ["permuted batch axes", *make.VIEWS])
 def test_x_of_any_strides(name, dtype):
     permuted = make.x((2, 5, 3, 4, 35), dtype=dtype).permute(2, 1, 0, 3, 4)
     x = {"permuted batch axes": permuted, **make.views((3, 4), 35, dtype)}[name]
