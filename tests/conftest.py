@@ -29,7 +29,7 @@ def force_isa():
 
 @pytest.fixture
 def device():
-    """Where the tests of the CUDA half run. A bad id that nobody has heard of is the fault of the test that used it."""
+    """Where the tests of the CUDA half run. A test that puts in an id out of range must itself wait for the error."""
     from cuda_helpers import DEVICE, settle
 
     yield DEVICE

@@ -97,7 +97,7 @@ def assert_gradient(got: Tensor | None, want: Tensor | None, what: str = "") -> 
         assert_same_bits(got.cpu(), want, what)
 
 
-# ---- bad ids ---------------------------------------------------------------------------------------------------------
+# ---- ids out of range ------------------------------------------------------------------------------------------------
 
 
 def assert_refused(call: Callable[[], object], *words: Any) -> None:

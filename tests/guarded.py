@@ -8,8 +8,8 @@ import itertools
 import mmap
 import sys
 
+import make
 import torch
-from helpers import DTYPES
 
 from posenc_ext import _C
 from posenc_ext.functional import add_positional_encoding, embed, positional_encoding
@@ -39,14 +39,16 @@ def calls(side: str) -> None:
     def of(tensor: torch.Tensor) -> torch.Tensor:
         return guarded(tensor, side)
 
-    recipes = ((1, "exact"), (35, "reference"), (64, "exact"), (1024, "reference"), (1024, "exact"))
-    for dtype, (width, precision), (batch, length) in itertools.product(DTYPES, recipes, ((1, 70), (9, 16), (40, 1))):
+    sizes = ((1, "exact"), (35, "reference"), (64, "exact"), (1024, "reference"), (1024, "exact"))
+    for dtype, (width, precision), (batch, length) in itertools.product(
+        make.DTYPES, sizes, ((1, 70), (9, 16), (40, 1))
+    ):
         for convention, batch_first in (("vaswani", True), ("vaswani", False), ("tensor2tensor", True)):
             if convention == "tensor2tensor" and width == 1:
                 continue
             shape = (batch, length) if batch_first else (length, batch)
-            table, ids = of(torch.randn(11, width).to(dtype)), of(torch.randint(11, shape))
-            x, out = of(torch.randn(*shape, width).to(dtype)), of(torch.zeros(*shape, width, dtype=dtype))
+            table, ids = of(make.table(width=width, dtype=dtype)), of(make.ids(shape))
+            x, out = of(make.x((*shape, width), dtype=dtype)), of(torch.zeros(*shape, width, dtype=dtype))
             how = {"convention": convention, "batch_first": batch_first, "precision": precision}
             places = (of(torch.randint(100, shape)), of(torch.randint(100, (length,), dtype=torch.int32)))
             for positions in (None, *places):

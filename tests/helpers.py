@@ -1,28 +1,29 @@
-"""What the tests share: sample inputs, and the truth that results are held to."""
+"""Comparisons, and the truth that results are held to."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
 import math
 import os
 import re
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from posenc_ext import CONVENTIONS, Convention
-from posenc_ext.reference import sinusoid_table, wave_columns
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-PRECISIONS = ("exact", "reference")
-# Every remainder of a vector's length, a tile of 256 pairs and one more, and widths with nothing in the first pair.
-WIDTHS = (1, 2, 3, 5, 6, 7, 8, 31, 127, 128, 130, 513, 1030)
+from posenc_ext import _C, Convention
+from posenc_ext.reference import sinusoid_table
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# ---- the process -----------------------------------------------------------------------------------------------------
 
 
 def child(folder: Path) -> dict[str, Any]:
@@ -34,60 +35,29 @@ def child(folder: Path) -> dict[str, Any]:
     return {"cwd": folder, "env": {**os.environ, "PYTHONPATH": path}}
 
 
-def name_of(value: Any) -> str:
-    """A short id for a parametrised test."""
-    return str(value).removeprefix("torch.")
-
-
-# ---- sample inputs ---------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Sample:
-    """One call `functional.embed(input, weight, **kwargs)`."""
-
-    name: str
-    weight: Tensor
-    input: Tensor
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def sample_inputs(device: str, dtype: torch.dtype, requires_grad: bool) -> list[Sample]:
-    """Small calls of every kind: shapes, strides, id types, positions, conventions, flags."""
-    random = torch.Generator().manual_seed(0)
-
-    def table(rows: int, width: int) -> Tensor:
-        return torch.randn(rows, width, generator=random).to(device, dtype).requires_grad_(requires_grad)
-
-    def ids(*shape: int, rows: int = 11, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.randint(rows, shape, generator=random).to(device, dtype)
-
-    strided = torch.randn(11, 16, generator=random).to(device, dtype)[:, 3:9].requires_grad_(requires_grad)
-    steps = torch.tensor([[4, -1, 70000], [0, 2, 2]], device=device)
-    return [
-        Sample("batch", table(11, 6), ids(2, 3)),
-        Sample("int32 ids, odd width", table(11, 7), ids(2, 3, dtype=torch.int32)),
-        Sample("one token", table(11, 6), ids()),
-        Sample("no tokens", table(11, 6), ids(2, 0)),
-        Sample("four axes, offset", table(11, 6), ids(2, 1, 3, 2), {"offset": 9}),
-        Sample("sequence first", table(11, 6), ids(3, 2), {"batch_first": False}),
-        Sample("transposed ids", table(11, 6), ids(3, 2).t()),
-        Sample("expanded ids", table(11, 6), ids(1, 3).expand(4, 3)),
-        Sample("positions", table(11, 6), ids(2, 3), {"positions": steps}),
-        Sample("positions of a row", table(11, 6), ids(2, 3), {"positions": steps[0].to(torch.int32)}),
-        Sample("table with strides", strided, ids(2, 3)),
-        Sample("padding", table(11, 6), ids(2, 3, rows=3), {"padding_idx": 1}),
-        Sample("scaled by frequency", table(11, 6), ids(2, 3, rows=3), {"scale_grad_by_freq": True}),
-        Sample("tensor2tensor", table(11, 7), ids(2, 3), {"convention": "tensor2tensor"}),
-        Sample("exact, far out", table(11, 6), ids(2, 3), {"precision": "exact", "offset": 2**40}),
-        Sample("scale one", table(11, 6), ids(2, 3), {"token_scale": 1.0}),
-    ]
+def run_code(code: str, folder: Path, **environment: str) -> str:
+    """Run Python code in a process of its own, which must end well; what it printed."""
+    settings = child(folder)
+    settings["env"].update(environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **settings)
+    assert done.returncode == 0, f"ended with {done.returncode}; a signal, if negative\n{done.stderr[-2000:]}"
+    return done.stdout
 
 
 def dirty_memory(*sizes: int) -> None:
     """Leave NaNs in what the allocator hands out next."""
     for block in [torch.full((size,), math.nan) for size in sizes for _ in range(3)]:
         del block
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
@@ -107,6 +77,22 @@ def assert_same_bits(got: Tensor, want: Tensor, what: str = "") -> None:
         raise AssertionError(
             f"{what}: {len(different)} differ, first at {at}: {got[at].item()!r} is not {want[at].item()!r}"
         )
+
+
+def assert_same_numbers(got: Tensor, want: Tensor, what: str = "") -> None:
+    """Equal bits, but for the bits of a NaN."""
+    assert torch.equal(got.isnan(), want.isnan()), what
+    assert_same_bits(got.nan_to_num(nan=7.0), want.nan_to_num(nan=7.0), what)
+
+
+def in_every_isa(force_isa: Callable[[str], None], call: Callable[[], Tensor], what: str = "") -> Tensor:
+    """The result of a call, which has the same bits in every instruction set."""
+    force_isa("baseline")
+    want = call()
+    for isa in _C.available_isas():
+        force_isa(isa)
+        assert_same_bits(call(), want, f"{what}, {isa}")
+    return want
 
 
 def assert_close(got: Tensor, want: Any, bound: Any, what: str = "") -> None:
@@ -133,6 +119,12 @@ def message(*parts: Any) -> str:
     return "(?s)" + ".*".join(re.escape(str(part)) for part in parts)
 
 
+def assert_refused(call: Callable[[], object], *words: Any, error: type[Exception] = ValueError) -> None:
+    """The call ends in this error, with these words in this order."""
+    with pytest.raises(error, match=message(*words)):
+        call()
+
+
 # ---- the truth -------------------------------------------------------------------------------------------------------
 
 
@@ -141,52 +133,65 @@ def fields(convention: Convention) -> dict[str, Any]:
     return {name: getattr(convention, name) for name in ("base", "divisor", "layout", "odd")}
 
 
-def float32_frequencies(width: int, pairs: int, convention: Convention) -> np.ndarray:
-    """exp(fl32(n k) * fl32(-ln(base) / denominator)) as fp32, the frequencies of fp32 tables."""
+def exponent(width: int, convention: Convention) -> tuple[int, int]:
+    """(n, m) of the frequencies base^(-n k / m)."""
     if convention.odd == "round_up":
         width += width % 2
-    numerator, denominator = (2, width) if convention.divisor == "d" else (1, max(width // 2 - 1, 1))
-    step = np.float32(-math.log(convention.base) / denominator)
-    exponent = np.float32(numerator * np.arange(pairs)) * step
-    return np.exp(exponent.astype(np.float64)).astype(np.float32)
+    return {"d": (2, width), "half_minus_1": (1, max(width // 2 - 1, 1))}[convention.divisor]
 
 
-def arranged(sine: np.ndarray, cosine: np.ndarray, width: int, layout: str) -> np.ndarray:
-    """Waves [..., pairs] put into their columns."""
-    table = np.zeros((*sine.shape[:-1], width))
-    sines, cosines = wave_columns(width, layout, sines=sine.shape[-1])
-    table[..., sines] = sine
-    table[..., cosines] = cosine[..., : width // 2]
-    return table
+def pairs_of(width: int, convention: Convention) -> int:
+    """The number of sines."""
+    return width // 2 if convention.odd == "zero" else (width + 1) // 2
 
 
-def true_waves(positions: Any, width: int, convention: Convention, precision: str) -> np.ndarray:
+def float32_frequencies(width: int, convention: Convention) -> np.ndarray:
+    """exp(fl32(n k) * fl32(-ln(base) / m)) as fp32, the frequencies of fp32 tables."""
+    n, m = exponent(width, convention)
+    step = np.float32(-math.log(convention.base) / m)
+    angle = np.float32(n * np.arange(pairs_of(width, convention))) * step
+    return np.exp(angle.astype(np.float64)).astype(np.float32)
+
+
+@functools.cache
+def columns(width: int, layout: str, odd: str) -> tuple[list[int], list[int]]:
+    """The columns of the sines and of the cosines, fastest first: what changes sign with the position, and what not."""
+    there, back = sinusoid_table([0.5, -0.5], width, base=4.0, layout=layout, odd=odd)
+    found = ([j for j in range(width) if there[j] == s * back[j] != 0] for s in (-1, 1))
+    sines, cosines = found
+    return sorted(sines, key=lambda j: -there[j]), sorted(cosines, key=lambda j: there[j])
+
+
+def arranged(sine: np.ndarray, cosine: np.ndarray, width: int, convention: Convention) -> np.ndarray:
+    """Sines and cosines [..., pairs] put into their columns."""
+    result = np.zeros((*sine.shape[:-1], width))
+    sines, cosines = columns(width, convention.layout, convention.odd)
+    result[..., sines] = sine
+    result[..., cosines] = cosine[..., : width // 2]
+    return result
+
+
+def true_encoding(positions: Any, width: int, convention: Convention, precision: str) -> np.ndarray:
     """The encoding in double precision: of the true angle, or of the fp32 angle that fp32 tables are made from."""
     positions = np.asarray(positions, dtype=np.int64)
     if precision == "exact":
         return sinusoid_table(positions, width, **fields(convention))
-    pairs = width // 2 if convention.odd == "zero" else (width + 1) // 2
-    angle = positions.astype(np.float32)[..., None] * float32_frequencies(width, pairs, convention)
+    angle = positions.astype(np.float32)[..., None] * float32_frequencies(width, convention)
     angle = angle.astype(np.float64)
-    return arranged(np.sin(angle), np.cos(angle), width, convention.layout)
+    return arranged(np.sin(angle), np.cos(angle), width, convention)
 
 
-def exact_waves(positions: Any, width: int, convention: Convention) -> np.ndarray:
+def exact_encoding(positions: Any, width: int, convention: Convention) -> np.ndarray:
     """The encoding of whole numbers of any size, rounded once from 50 digits."""
-    if convention.odd == "round_up":
-        raise NotImplementedError
     import mpmath  # here, so that what needs no such digits runs without it
 
-    pairs = width // 2 if convention.odd == "zero" else (width + 1) // 2
+    n, m = exponent(width, convention)
     with mpmath.workdps(60):
         base = mpmath.mpf(convention.base)
-        if convention.divisor == "d":
-            frequencies = [base ** (mpmath.mpf(-2 * k) / width) for k in range(pairs)]
-        else:
-            frequencies = [base ** (mpmath.mpf(-k) / max(width // 2 - 1, 1)) for k in range(pairs)]
+        frequencies = [base ** (mpmath.mpf(-n * k) / m) for k in range(pairs_of(width, convention))]
         sine = [[float(mpmath.sin(int(p) * w)) for w in frequencies] for p in positions]
         cosine = [[float(mpmath.cos(int(p) * w)) for w in frequencies] for p in positions]
-    return arranged(np.array(sine), np.array(cosine), width, convention.layout)
+    return arranged(np.array(sine), np.array(cosine), width, convention)
 
 
 def true_gradient(
@@ -206,12 +211,9 @@ def true_gradient(
         used = flat[order][starts]
         total[used] = np.add.reduceat(values[order], starts) * factor[used]
         size[used] = np.add.reduceat(np.abs(values[order]), starts) * factor[used]
-    # At most 64 additions within a piece, then one for each piece, and a product or two. In fp64 the truth rounds too.
+    # At most 64 additions within a chunk, then one for each chunk, and a product or two. In fp64 the truth rounds too.
     steps = 64 + counts / 64 + 4 + (counts if grad.dtype == torch.float64 else 0)
     bound = steps * unit_roundoff(wide(grad.dtype)) * size
     if grad.dtype != wide(grad.dtype):
         bound = bound + unit_roundoff(grad.dtype) * 1.01 * np.abs(total) + 2.0**-25
     return total, bound
-
-
-NAMED = [CONVENTIONS[name] for name in CONVENTIONS]

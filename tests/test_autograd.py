@@ -5,64 +5,61 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import make
 import pytest
 import torch
-from helpers import Sample, assert_same_bits, sample_inputs, true_gradient
+from helpers import assert_same_bits, true_gradient
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import posenc_ext
-from posenc_ext import CONVENTIONS, functional, reference
+from posenc_ext import reference
+from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
 
 ops = torch.ops.posenc_ext
 
 V, D, B, T = 6, 5, 2, 3
 SCALE = 1.75
-RECIPE = CONVENTIONS["vaswani"].recipe()
+SPEC = make.spec()
 IDS = torch.tensor([[1, 4, 1], [0, 1, 5]])
 
 
 def weight64() -> Tensor:
-    return torch.randn(V, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    return make.table(V, D, dtype=torch.float64, seed=1, grad=True)
 
 
 def x64() -> Tensor:
-    return torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    return make.x((B, T, D), dtype=torch.float64, seed=2, grad=True)
+
+
+def op_embed(w: Tensor, i: Tensor = IDS, *, positions: Tensor | None = None) -> Tensor:
+    return ops.embed(w, i, positions, 2, SCALE, *SPEC)
 
 
 # Every way to call the layer, as functions of the one tensor that is differentiated.
 CALLS = {
-    "embed": (lambda w: functional.embed(IDS, w), weight64),
-    "embed, positions": (lambda w: functional.embed(IDS, w, positions=IDS * 3 - 1, offset=2), weight64),
-    "embed, sequence first": (lambda w: functional.embed(IDS, w, batch_first=False), weight64),
-    "scaled_embedding": (lambda w: functional.scaled_embedding(IDS, w, token_scale=SCALE), weight64),
-    "add": (lambda x: functional.add_positional_encoding(x, offset=3), x64),
-    "add, positions": (lambda x: functional.add_positional_encoding(x, positions=IDS), x64),
-    "ops.embed": (lambda w: ops.embed(w, IDS, None, 2, SCALE, *RECIPE), weight64),
-    "ops.embed, positions": (lambda w: ops.embed(w, IDS, IDS, 2, SCALE, *RECIPE), weight64),
-    "ops.add": (lambda x: ops.add_positional_encoding(x, None, 2, *RECIPE), x64),
+    "embed": (lambda w: embed(IDS, w), weight64),
+    "embed, positions": (lambda w: embed(IDS, w, positions=IDS * 3 - 1, offset=2), weight64),
+    "embed, sequence first": (lambda w: embed(IDS, w, batch_first=False), weight64),
+    "scaled_embedding": (lambda w: scaled_embedding(IDS, w, token_scale=SCALE), weight64),
+    "add": (lambda x: add_positional_encoding(x, offset=3), x64),
+    "add, positions": (lambda x: add_positional_encoding(x, positions=IDS), x64),
+    "ops.embed": (op_embed, weight64),
+    "ops.embed, positions": (lambda w: op_embed(w, positions=IDS), weight64),
+    "ops.add": (lambda x: ops.add_positional_encoding(x, None, 2, *SPEC), x64),
 }
-FUNCTIONAL = {name: call for name, call in CALLS.items() if not name.startswith("ops.")}
-DIRECT = {name: call for name, call in CALLS.items() if name.startswith("ops.")}
-every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-every_functional = pytest.mark.parametrize("call", FUNCTIONAL.values(), ids=FUNCTIONAL)
-every_direct = pytest.mark.parametrize("call", DIRECT.values(), ids=DIRECT)
-
-
-def samples() -> list[Sample]:
-    """Calls whose weight gradient is the derivative: the flags leave out or divide parts of it."""
-    flagged = ("padding_idx", "scale_grad_by_freq")
-    return [s for s in sample_inputs("cpu", torch.float64, True) if not any(flag in s.kwargs for flag in flagged)]
+every_call = make.each(("function", "argument"), CALLS)
+every_functional = make.each(("function", "argument"), {k: v for k, v in CALLS.items() if "ops" not in k})
+every_direct = make.each(("function", "argument"), {k: v for k, v in CALLS.items() if "ops" in k})
 
 
 # ---- first and second order ------------------------------------------------------------------------------------------
 
 
 @every_functional
-def test_derivatives_of_the_functional_forms(call):
-    function, argument = call
+def test_derivatives_of_the_functional_forms(function, argument):
     assert gradcheck(
         function, argument(), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
     )
@@ -70,21 +67,20 @@ def test_derivatives_of_the_functional_forms(call):
 
 
 @every_direct
-def test_derivatives_of_the_ops(call):
-    function, argument = call
+def test_derivatives_of_the_ops(function, argument):
     assert gradcheck(function, argument(), check_batched_grad=True)
     assert gradgradcheck(function, argument())
 
 
-@pytest.mark.parametrize("sample", samples(), ids=lambda s: s.name)
+@make.each("sample", [s for s in make.samples("cpu", torch.float64, True) if s.differentiable])
 def test_derivatives_of_every_kind_of_call(sample):
     def function(weight: Tensor) -> Tensor:
-        return functional.embed(sample.input, weight, **sample.kwargs)
+        return embed(sample.input, weight, **sample.kwargs)
 
-    assert gradcheck(function, sample.weight)
-    assert gradgradcheck(function, sample.weight)
+    assert gradcheck(function, sample.weight, fast_mode=True)
+    assert gradgradcheck(function, sample.weight, fast_mode=True)
     # Through an op of its own before it: a weight that is no leaf.
-    assert gradcheck(lambda weight: function(weight.sin()), sample.weight)
+    assert gradcheck(lambda weight: function(weight.sin()), sample.weight, fast_mode=True)
 
 
 def double(module: nn.Module) -> nn.Module:
@@ -94,27 +90,17 @@ def double(module: nn.Module) -> nn.Module:
     return module
 
 
-MODULES = {
-    "Embeddings": (lambda: double(posenc_ext.Embeddings(D, V)), IDS),
-    "TransformerEmbedding": (lambda: double(posenc_ext.TransformerEmbedding(V, D, convention="fairseq")), IDS),
-    "PositionalEncoding": (lambda: double(posenc_ext.PositionalEncoding(D)), x64().detach()),
-    "LearnedPositionalEmbedding": (lambda: double(posenc_ext.LearnedPositionalEmbedding(9, D)), x64().detach()),
-}
-
-
-@pytest.mark.parametrize("case", MODULES.values(), ids=MODULES)
-def test_derivatives_through_modules(case):
-    build, value = case
-    module = build()
+@make.each_layer
+def test_derivatives_through_modules(kind):
+    module = double(make.layer(kind, rows=V, width=D, max_len=9))
+    value = IDS if kind in make.OF_IDS else x64()
     names = [name for name, _ in module.named_parameters()]
     arguments = [parameter.detach().clone().requires_grad_() for parameter in module.parameters()]
-    if value.is_floating_point():
-        arguments.append(value.clone().requires_grad_())
-
-    options = {} if isinstance(module, posenc_ext.Embeddings) else {"offset": 2}
+    arguments += [value] if value.requires_grad else []
+    options = {} if kind == "Embeddings" else {"offset": 2}
 
     def function(*tensors: Tensor) -> Tensor:
-        x = tensors[-1] if value.is_floating_point() else value
+        x = tensors[-1] if value.requires_grad else value
         return torch.func.functional_call(module, dict(zip(names, tensors, strict=False)), (x,), options)
 
     assert gradcheck(function, arguments, check_forward_ad=True)
@@ -134,7 +120,7 @@ def dense(rows: Tensor, values: Tensor) -> Tensor:
 
 @every_flag
 @every_id_type
-@pytest.mark.parametrize("sparse", [False, True])
+@make.dense_and_sparse
 def test_the_weight_gradient_is_differentiable_in_the_output_gradient(padding_idx, by_frequency, id_type, sparse):
     """It is linear in it whatever the flags, even those that make it no derivative itself."""
     arguments = (IDS.to(id_type), V, SCALE, padding_idx, by_frequency)
@@ -145,23 +131,21 @@ def test_the_weight_gradient_is_differentiable_in_the_output_gradient(padding_id
     grad = x64()
     expected, bound = true_gradient(grad, IDS, V, SCALE, padding_idx, by_frequency)
     assert (function(grad).detach() - torch.from_numpy(expected)).abs().le(torch.from_numpy(bound) + 1e-15).all()
-    assert gradcheck(function, grad)
-    assert gradgradcheck(function, grad)
+    assert gradcheck(function, grad, fast_mode=True)
+    assert gradgradcheck(function, grad, fast_mode=True)
 
 
 @every_flag
-@pytest.mark.parametrize("sparse", [False, True])
+@make.dense_and_sparse
 @pytest.mark.parametrize("form", ["functional", "op"])
 def test_double_backward_through_embed(padding_idx, by_frequency, sparse, form):
     """create_graph: the weight gradient knows the output gradient it came from."""
     weight, grad = weight64(), x64()
     if form == "functional":
-        padding = None if padding_idx < 0 else padding_idx
-        y = functional.embed(
-            IDS, weight, token_scale=SCALE, padding_idx=padding, scale_grad_by_freq=by_frequency, sparse=sparse
-        )
+        flags = {"scale_grad_by_freq": by_frequency, "sparse": sparse}
+        y = embed(IDS, weight, token_scale=SCALE, padding_idx=None if padding_idx < 0 else padding_idx, **flags)
     else:
-        y = ops.embed(weight, IDS, None, 0, SCALE, *RECIPE, padding_idx, by_frequency, sparse)
+        y = ops.embed(weight, IDS, None, 0, SCALE, *SPEC, padding_idx, by_frequency, sparse)
     (first,) = torch.autograd.grad(y, weight, grad, create_graph=True)
     assert first.grad_fn is not None
     assert first.is_sparse == sparse
@@ -173,10 +157,10 @@ def test_double_backward_through_embed(padding_idx, by_frequency, sparse, form):
     torch.testing.assert_close(second, expected)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@make.dense_and_sparse
 def test_double_backward_with_nothing_but_padding(sparse):
     weight, ids = weight64(), torch.full((B, T), 2)
-    y = functional.embed(ids, weight, padding_idx=2, sparse=sparse)
+    y = embed(ids, weight, padding_idx=2, sparse=sparse)
     (first,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
     (second,) = torch.autograd.grad(first.to_dense().square().sum(), weight, allow_unused=True)
     assert first.to_dense().count_nonzero() == 0
@@ -184,8 +168,7 @@ def test_double_backward_with_nothing_but_padding(sparse):
 
 
 @every_call
-def test_create_graph_gives_a_gradient_with_a_graph(call):
-    function, argument = call
+def test_create_graph_gives_a_gradient_with_a_graph(function, argument):
     value = argument()
     (gradient,) = torch.autograd.grad(function(value).square().sum(), value, create_graph=True)
     assert gradient.grad_fn is not None
@@ -200,8 +183,7 @@ def test_create_graph_gives_a_gradient_with_a_graph(call):
 
 
 @every_call
-def test_the_output_requires_a_gradient_when_the_input_does(call):
-    function, argument = call
+def test_the_output_requires_a_gradient_when_the_input_does(function, argument):
     assert function(argument()).requires_grad
     assert not function(argument().detach()).requires_grad
     with torch.no_grad():
@@ -213,26 +195,24 @@ def test_the_output_requires_a_gradient_when_the_input_does(call):
 
 
 @every_call
-def test_inference_tensors(call):
+def test_inference_tensors(function, argument):
     """Weights made in inference mode may be used outside it."""
-    function, argument = call
     with torch.inference_mode():
         made = argument().detach().clone()
     assert torch.equal(function(made), function(argument()).detach())
 
 
 RAW = {
-    "_embed_fwd": (lambda w: ops._embed_fwd(w, IDS, None, 0, SCALE, *RECIPE), weight64),
+    "_embed_fwd": (lambda w: ops._embed_fwd(w, IDS, None, 0, SCALE, *SPEC), weight64),
     "_embed_bwd": (lambda g: ops._embed_bwd(g, IDS, V, SCALE, -1, False), x64),
     "_embed_bwd_sparse": (lambda g: ops._embed_bwd_sparse(g, IDS, V, SCALE, -1, False)[1], x64),
-    "_add_positional_encoding_fwd": (lambda x: ops._add_positional_encoding_fwd(x, None, 0, *RECIPE), x64),
+    "_add_positional_encoding_fwd": (lambda x: ops._add_positional_encoding_fwd(x, None, 0, *SPEC), x64),
 }
 
 
-@pytest.mark.parametrize("call", RAW.values(), ids=RAW)
-def test_raw_ops_do_not_pass_for_differentiable(call):
+@make.each(("function", "argument"), RAW)
+def test_raw_ops_do_not_pass_for_differentiable(function, argument):
     """They have no formula. Who differentiates one hears of it, from an error or a warning."""
-    function, argument = call
     value = argument()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -247,9 +227,8 @@ def tangent_of(result: Tensor) -> Tensor | None:
 
 
 @every_functional
-def test_dual_tensors(call):
+def test_dual_tensors(function, argument):
     """Forward mode: the layer is linear but for the encoding, which has no tangent."""
-    function, argument = call
     value = argument().detach()
     tangent = torch.randn_like(value)
     with forward_ad.dual_level():
@@ -260,9 +239,8 @@ def test_dual_tensors(call):
 
 
 @every_call
-def test_forward_mode_over_the_backward_pass(call):
+def test_forward_mode_over_the_backward_pass(function, argument):
     """A forward pass of long ago, and a dual output gradient now."""
-    function, argument = call
     value = argument()
     y = function(value)
     grad, tangent = torch.randn_like(y), torch.randn_like(y)
@@ -277,7 +255,7 @@ def test_forward_mode_over_the_backward_pass(call):
 
 
 def test_ids_changed_before_the_backward_pass_are_noticed():
-    for form in (lambda w, i: functional.embed(i, w), lambda w, i: ops.embed(w, i, None, 0, SCALE, *RECIPE)):
+    for form in (lambda w, i: embed(i, w), op_embed):
         ids = IDS.clone()
         y = form(weight64(), ids)
         ids.zero_()
@@ -288,7 +266,7 @@ def test_ids_changed_before_the_backward_pass_are_noticed():
 def test_the_weight_may_change_before_the_backward_pass():
     """It is not kept: the gradient does not depend on it."""
     weight = weight64()
-    y = functional.embed(IDS, weight)
+    y = embed(IDS, weight)
     with torch.no_grad():
         weight.zero_()
     y.sum().backward()
@@ -297,7 +275,7 @@ def test_the_weight_may_change_before_the_backward_pass():
 
 def test_the_graph_can_be_walked_twice_if_kept():
     weight = weight64()
-    y = functional.embed(IDS, weight)
+    y = embed(IDS, weight)
     y.sum().backward(retain_graph=True)
     once = weight.grad.clone()
     y.sum().backward()
@@ -312,11 +290,11 @@ def test_the_graph_can_be_walked_twice_if_kept():
 def textbook(ids: Tensor, weight: Tensor) -> Tensor:
     """The formula of `functional.embed` from torch's own ops."""
     rows = F.embedding(ids, weight) * weight.shape[-1] ** 0.5
-    return rows + functional.positional_encoding(ids.shape[-1], weight.shape[-1], dtype=weight.dtype)
+    return rows + positional_encoding(ids.shape[-1], weight.shape[-1], dtype=weight.dtype)
 
 
 def loss(ids: Tensor, weight: Tensor) -> Tensor:
-    return functional.embed(ids, weight).sin().sum()
+    return embed(ids, weight).sin().sum()
 
 
 def textbook_loss(ids: Tensor, weight: Tensor) -> Tensor:
@@ -337,17 +315,17 @@ def test_transforms_of_a_loss(transform):
 def test_autograd_functional(name, vectorize):
     weight = weight64().detach()
     transformed = getattr(torch.autograd.functional, name)
-    functions = (functional.embed, textbook) if name == "jacobian" else (loss, textbook_loss)
+    functions = (embed, textbook) if name == "jacobian" else (loss, textbook_loss)
     got, expected = (transformed(lambda w, f=f: f(IDS, w), weight, vectorize=vectorize) for f in functions)
     torch.testing.assert_close(got, expected)
 
 
 def test_jvp_and_vjp():
     weight, tangent = weight64().detach(), torch.randn(V, D, dtype=torch.float64)
-    primal, got = torch.func.jvp(lambda w: functional.embed(IDS, w), (weight,), (tangent,))
-    assert torch.equal(primal, functional.embed(IDS, weight))
+    primal, got = torch.func.jvp(lambda w: embed(IDS, w), (weight,), (tangent,))
+    assert torch.equal(primal, embed(IDS, weight))
     torch.testing.assert_close(got, tangent[IDS] * D**0.5)
-    primal, pull = torch.func.vjp(lambda w: functional.embed(IDS, w), weight)
+    primal, pull = torch.func.vjp(lambda w: embed(IDS, w), weight)
     grad = torch.randn_like(primal)
     expected = torch.zeros_like(weight).index_add_(0, IDS.flatten(), grad.reshape(-1, D) * D**0.5)
     torch.testing.assert_close(pull(grad)[0], expected)
@@ -359,7 +337,7 @@ def test_jacobians_agree_under_padding(padding_idx):
     weight = weight64().detach()
 
     def function(w: Tensor) -> Tensor:
-        return functional.embed(IDS, w, padding_idx=padding_idx)
+        return embed(IDS, w, padding_idx=padding_idx)
 
     reverse = torch.func.jacrev(function)(weight)
     assert reverse[..., padding_idx, :].count_nonzero() == 0
@@ -367,27 +345,26 @@ def test_jacobians_agree_under_padding(padding_idx):
 
 
 VMAPPED = {
-    "ids": (lambda i, w, p: functional.embed(i, w), (0, None, None)),
-    "ids of the second axis": (lambda i, w, p: functional.embed(i, w), (1, None, None)),
-    "weights": (lambda i, w, p: functional.embed(i, w), (None, 0, None)),
-    "ids and weights": (lambda i, w, p: functional.embed(i, w, offset=4), (0, 0, None)),
-    "positions": (lambda i, w, p: functional.embed(i, w, positions=p), (0, None, 0)),
-    "ids, sequence first": (lambda i, w, p: functional.embed(i, w, batch_first=False), (0, None, None)),
-    "no waves": (lambda i, w, p: functional.scaled_embedding(i, w), (0, None, None)),
-    "x": (lambda i, w, p: functional.add_positional_encoding(w, offset=2), (None, 0, None)),
-    "x, positions": (lambda i, w, p: functional.add_positional_encoding(w[:T], positions=p[0]), (None, 0, 0)),
-    "ops.embed, ids": (lambda i, w, p: ops.embed(w, i, None, 0, SCALE, *RECIPE), (0, None, None)),
-    "ops.embed, weights": (lambda i, w, p: ops.embed(w, i, None, 0, SCALE, *RECIPE), (None, 0, None)),
-    "ops.add": (lambda i, w, p: ops.add_positional_encoding(w, None, 2, *RECIPE), (None, 0, None)),
-    "positional_encoding": (lambda i, w, p: functional.positional_encoding(p, D), (None, None, 0)),
+    "ids": (lambda i, w, p: embed(i, w), (0, None, None)),
+    "ids of the second axis": (lambda i, w, p: embed(i, w), (1, None, None)),
+    "weights": (lambda i, w, p: embed(i, w), (None, 0, None)),
+    "ids and weights": (lambda i, w, p: embed(i, w, offset=4), (0, 0, None)),
+    "positions": (lambda i, w, p: embed(i, w, positions=p), (0, None, 0)),
+    "ids, sequence first": (lambda i, w, p: embed(i, w, batch_first=False), (0, None, None)),
+    "no encoding": (lambda i, w, p: scaled_embedding(i, w), (0, None, None)),
+    "x": (lambda i, w, p: add_positional_encoding(w, offset=2), (None, 0, None)),
+    "x, positions": (lambda i, w, p: add_positional_encoding(w[:T], positions=p[0]), (None, 0, 0)),
+    "ops.embed, ids": (lambda i, w, p: op_embed(w, i), (0, None, None)),
+    "ops.embed, weights": (lambda i, w, p: op_embed(w, i), (None, 0, None)),
+    "ops.add": (lambda i, w, p: ops.add_positional_encoding(w, None, 2, *SPEC), (None, 0, None)),
+    "positional_encoding": (lambda i, w, p: positional_encoding(p, D), (None, None, 0)),
 }
 
 
-@pytest.mark.parametrize("case", VMAPPED.values(), ids=VMAPPED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vmap(case, dtype):
+@make.each(("function", "axes"), VMAPPED)
+@make.each("dtype", [torch.float32, torch.bfloat16])
+def test_vmap(function, axes, dtype):
     """The values of a loop, to the bit."""
-    function, axes = case
     count = 3
     arguments = [
         torch.randint(V, (count, B, count)),
@@ -408,7 +385,7 @@ def test_gradients_per_sample(flags):
     weight = weight64().detach()
 
     def function(ids: Tensor, w: Tensor) -> Tensor:
-        return functional.embed(ids, w, **flags).sin().sum()
+        return embed(ids, w, **flags).sin().sum()
 
     got = torch.func.vmap(torch.func.grad(function, argnums=1), (0, None))(IDS, weight)
     for row, ids in zip(got, IDS, strict=True):
@@ -432,7 +409,7 @@ def test_ensembles():
 def test_many_gradients_at_once():
     """`is_grads_batched` runs the backward pass under vmap."""
     weight = weight64()
-    y = functional.embed(IDS, weight)
+    y = embed(IDS, weight)
     grads = torch.randn(4, *y.shape, dtype=torch.float64)
     (got,) = torch.autograd.grad(y, weight, grads, is_grads_batched=True, retain_graph=True)
     loop = [torch.autograd.grad(y, weight, g, retain_graph=True)[0] for g in grads]
@@ -440,9 +417,8 @@ def test_many_gradients_at_once():
 
 
 @every_direct
-def test_grad_transform_of_the_ops_is_right_or_refused(call):
+def test_grad_transform_of_the_ops_is_right_or_refused(function, argument):
     """Forward mode over a direct call of an op is not: see posenc_ext/ops.py."""
-    function, argument = call
     value = argument().detach()
 
     def scalar(v: Tensor) -> Tensor:
@@ -460,23 +436,22 @@ def test_grad_transform_of_the_ops_is_right_or_refused(call):
 # ---- autocast --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["functional", "op"])
+@make.each("dtype", [torch.float32, torch.bfloat16])
+@make.each("form", {"functional": lambda w: embed(IDS, w), "op": op_embed})
 def test_autocast_leaves_the_dtype_of_the_weight(form, dtype):
     """As `F.embedding` does; and the backward pass sees the type that the forward pass gave."""
     weight = torch.randn(V, D, dtype=dtype, requires_grad=True)
     seen = []
     with torch.autocast("cpu", torch.bfloat16):
-        y = functional.embed(IDS, weight) if form == "functional" else ops.embed(weight, IDS, None, 0, SCALE, *RECIPE)
+        y = form(weight)
         y.register_hook(lambda grad: seen.append(grad.dtype))
-        z = F.linear(functional.add_positional_encoding(y), torch.randn(D, D))
+        z = F.linear(add_positional_encoding(y), torch.randn(D, D))
     assert y.dtype == dtype == F.embedding(IDS, weight).dtype
     assert z.dtype == torch.bfloat16
     z.float().sum().backward()
     assert seen == [dtype]
     assert weight.grad.dtype == dtype
-    plain = functional.embed(IDS, weight) if form == "functional" else ops.embed(weight, IDS, None, 0, SCALE, *RECIPE)
-    assert torch.equal(plain, y)
+    assert torch.equal(form(weight), y)
 
 
 # ---- inside training -------------------------------------------------------------------------------------------------
@@ -485,8 +460,8 @@ def test_autocast_leaves_the_dtype_of_the_weight(form, dtype):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_activation_checkpointing(reentrant, dropout):
-    module = posenc_ext.TransformerEmbedding(V, D, dropout=dropout)
-    encoding = posenc_ext.PositionalEncoding(D, dropout=dropout)
+    module = make.layer(rows=V, width=D, dropout=dropout)
+    encoding = make.layer("PositionalEncoding", width=D, dropout=dropout)
     anchor = torch.ones((), requires_grad=True)  # a reentrant checkpoint asks for an input with a gradient
 
     def block(ids: Tensor, factor: Tensor) -> Tensor:
@@ -497,7 +472,7 @@ def test_activation_checkpointing(reentrant, dropout):
         torch.manual_seed(5)
         module.zero_grad()
         run(IDS, anchor).sum().backward()
-        gradients.append(module.weight.grad)
+        gradients.append(make.weight_of(module).grad)
     assert torch.equal(*gradients)
     assert gradients[0].count_nonzero() > 0
 
@@ -517,7 +492,8 @@ class Tiny(nn.Module):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("kind", ["pair", "whole"])
-def test_training_equals_training_the_textbook_model(optimizer, kind):
+def test_training_equals_training_the_textbook_model(optimizer, kind, threads):
+    threads(1)  # a model this small only waits for the others, long so on a busy machine
     ids = torch.randint(V, (4, 6), generator=torch.Generator().manual_seed(0))
 
     def train(fused: bool) -> tuple[list[float], Tensor]:

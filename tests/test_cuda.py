@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import make
 import pytest
 import torch
 from cuda_helpers import ON_GPU, assert_gradient, assert_same, gpu_only, moved, needs_bytes
-from helpers import (
-    DTYPES,
-    NAMED,
-    PRECISIONS,
-    WIDTHS,
-    assert_close,
-    assert_same_bits,
-    fields,
-    name_of,
-    sample_inputs,
-    unit_roundoff,
-    wide,
-)
-from test_opcheck import SPARSE as SPARSE_OPS
-from test_opcheck import TESTS, cases_of
+from helpers import assert_close, assert_same_bits, assert_same_numbers, fields, true_gradient
+from make import D, V, ids, table
+from test_opcheck import assert_checked, raw_ops_have_no_formula
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 from torch.export import Dim
-from torch.library import opcheck
 from torch.nn import functional as F
 
 import posenc_ext
@@ -40,53 +28,45 @@ pytestmark = pytest.mark.cuda
 
 ops = torch.ops.posenc_ext
 
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-EACH_PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
-SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-
-V, D, B, T = 11, 6, 2, 5
+B, T = 2, 5
 FAR = (0, 9, -3, -(2**18), 2**18, 2**24, 2**40, -(2**40))
-
-
-def ids(*shape: int, rows: int = V, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.randint(rows, shape, dtype=dtype)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_every_kind_of_call(device, dtype):
-    for here, there in zip(sample_inputs("cpu", dtype, False), sample_inputs(device, dtype, False), strict=True):
+    for here, there in zip(make.samples("cpu", dtype, False), make.samples(device, dtype, False), strict=True):
         assert there.weight.stride() == here.weight.stride()
         got = embed(there.input, there.weight, **there.kwargs)
         assert got.device == there.weight.device
         assert_same_bits(got.cpu(), embed(here.input, here.weight, **here.kwargs), here.name)
 
 
-@EACH_DTYPE
-@EACH_PRECISION
+@make.each_dtype
+@make.each_precision
 def test_conventions(device, dtype, precision):
     """All of them, odd widths too, near and far, for each source of the base term."""
-    for convention in NAMED:
+    for convention in CONVENTIONS.values():
         for width in (31, 130):
-            weight, x = torch.randn(V, width).to(dtype), torch.randn(B, T, width).to(dtype)
+            weight, x = table(V, width, dtype=dtype), make.x((B, T, width), dtype=dtype)
             for offset in (0, -7, 2**24):
                 options = {"convention": convention, "precision": precision, "offset": offset}
                 what = f"{convention.name}, width {width}, offset {offset}"
-                assert_same(device, embed, ids(B, T), weight, what=what, **options)
+                assert_same(device, embed, ids((B, T)), weight, what=what, **options)
                 assert_same(device, add_positional_encoding, x, what=what, **options)
                 assert_same(device, positional_encoding, ids(T), width, what=what, dtype=dtype, **options)
 
 
-@EACH_DTYPE
-@EACH_PRECISION
+@make.each_dtype
+@make.each_precision
 def test_positions_of_every_size(device, dtype, precision):
     """By offset and one by one, so that each way of reducing an angle is taken."""
-    weight = torch.randn(V, 66).to(dtype)
+    weight = table(V, 66, dtype=dtype)
     for offset in FAR:
-        assert_same(device, embed, ids(B, T), weight, what=f"offset {offset}", precision=precision, offset=offset)
-    powers = torch.tensor([s * 2**e + d for e in range(1, 63) for d in (-1, 0, 1) for s in (1, -1)])
+        assert_same(device, embed, ids((B, T)), weight, what=f"offset {offset}", precision=precision, offset=offset)
+    powers = make.positions_of_every_size()
     for width in (1, 33, 66):
         assert_same(device, positional_encoding, powers, width, what=f"{width}", dtype=dtype, precision=precision)
     near = powers[powers.abs() < 2**31]
@@ -94,12 +74,12 @@ def test_positions_of_every_size(device, dtype, precision):
     assert_same(device, positional_encoding, near.int(), 66, what="int32", **options)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_widths(device, dtype):
     """Every remainder of a vector, tables and activations that no vector load can take, columns with strides."""
-    for width in (*WIDTHS, 4096):
+    for width in (*make.WIDTHS, 4096):
         weight = torch.randn(V, width + 3).to(dtype)
-        given, x = ids(3, 7), torch.randn(3, 7, width + 3).to(dtype)
+        given, x = ids((3, 7)), torch.randn(3, 7, width + 3).to(dtype)
         for name, view in VIEWS.items():
             what = f"width {width}, {name}"
 
@@ -121,10 +101,10 @@ VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_explicit_positions(device, dtype):
-    weight, given = torch.randn(V, 34).to(dtype), ids(4, 9)
-    x = torch.randn(4, 9, 34).to(dtype)
+    weight, given = table(V, 34, dtype=dtype), ids((4, 9))
+    x = make.x((4, 9, 34), dtype=dtype)
     for name, positions in {
         "each its own": torch.randint(-(2**40), 2**40, (4, 9)),
         "small": torch.randint(-50, 50, (4, 9)),
@@ -142,19 +122,19 @@ def test_explicit_positions(device, dtype):
     assert_same(device, embed, given, weight, positions=torch.arange(4), batch_first=False)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_sequence_first(device, dtype):
-    weight, x = torch.randn(V, D).to(dtype), torch.randn(5, 3, 2, D).to(dtype)
+    weight, x = table(V, D, dtype=dtype), make.x((5, 3, 2, D), dtype=dtype)
     for shape in ((5, 3), (5,), (5, 3, 2), (1, 4), ()):
-        assert_same(device, embed, ids(*shape), weight, what=str(shape), batch_first=False, offset=3)
+        assert_same(device, embed, ids(shape), weight, what=str(shape), batch_first=False, offset=3)
     assert_same(device, add_positional_encoding, x, batch_first=False)
     assert_same(device, lambda a: add_positional_encoding(a.movedim(0, 2), batch_first=False), x)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_out(device, dtype):
     """Into tensors that exist, with gaps between rows, and in place; what lies between is left alone."""
-    weight, given, x = torch.randn(V, 33).to(dtype), ids(4, 9), torch.randn(4, 9, 33).to(dtype)
+    weight, given, x = table(V, 33, dtype=dtype), ids((4, 9)), make.x((4, 9, 33), dtype=dtype)
 
     def written(call: Callable[[Tensor], Tensor], wide_out: Tensor) -> Tensor:
         out = wide_out[:, ::2, 2:35]
@@ -186,7 +166,7 @@ def test_no_tokens(device, shape, rows):
 
 
 def test_the_other_options(device):
-    weight, given = torch.randn(V, 10), ids(B, T)
+    weight, given = torch.randn(V, 10), ids((B, T))
     for scale in (1.0, 0.0, -2.5, 1e-3):
         assert_same(device, embed, given, weight, token_scale=scale)
         assert_same(device, scaled_embedding, given, weight, token_scale=scale)
@@ -197,17 +177,12 @@ def test_the_other_options(device):
     assert_same(device, embed, given, torch.randn(V, 9), convention=own)
 
 
-def test_special_numbers_in_the_table(device):
+@make.each_dtype
+def test_special_numbers_in_the_table(device, dtype):
     """Infinities, NaN, zeros of both signs and subnormals go through as they do on the CPU."""
-    tiny = torch.finfo(torch.float32).smallest_normal / 4
-    numbers = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, tiny, -tiny, 3e38, -3e38])
-    given = torch.arange(9).repeat(2, 1)
-    for dtype in DTYPES:
-        weight = numbers[:, None].expand(9, 12).to(dtype)
-        here = embed(given, weight)
-        there = embed(given.to(device), weight.to(device)).cpu()
-        assert_same_bits(there.nan_to_num(nan=7.0), here.nan_to_num(nan=7.0), name_of(dtype))
-        assert torch.equal(there.isnan(), here.isnan())
+    weight = make.special(dtype, 12)
+    given = torch.arange(len(weight)).repeat(2, 1)
+    assert_same_numbers(embed(given.to(device), weight.to(device)).cpu(), embed(given, weight))
 
 
 def test_the_truth_far_out(device):
@@ -223,22 +198,22 @@ def test_the_truth_far_out(device):
 def test_rounded_once(device):
     """16-bit results are the fp32 ones, rounded; nothing on the way is."""
     for dtype in (torch.bfloat16, torch.float16):
-        weight, given = torch.randn(V, 130).to(dtype).to(device), ids(4, 40).to(device)
-        assert_same_bits(embed(given, weight), embed(given, weight.float()).to(dtype), name_of(dtype))
+        weight, given = table(V, 130, dtype=dtype).to(device), ids((4, 40)).to(device)
+        assert_same_bits(embed(given, weight), embed(given, weight.float()).to(dtype), make.name_of(dtype))
 
 
 def test_fp32_is_a_separate_multiply_and_add(device):
-    weight, given = torch.randn(V, 512).to(device), ids(4, 40).to(device)
-    waves = positional_encoding(40, 512, device=device)
-    assert_same_bits(embed(given, weight), weight[given] * math.sqrt(512) + waves)
+    weight, given = torch.randn(V, 512).to(device), ids((4, 40)).to(device)
+    encoding = positional_encoding(40, 512, device=device)
+    assert_same_bits(embed(given, weight), weight[given] * math.sqrt(512) + encoding)
 
 
 def test_ids_in_the_hundred_thousands(device):
     """More tokens than a grid has blocks on one axis, and a length that is no power of two."""
     weight = torch.randn(1000, 8)
-    assert_same(device, embed, ids(1, 100_003, rows=1000), weight)
-    assert_same(device, embed, ids(100_003, 1, rows=1000), weight)
-    assert_same(device, embed, ids(331, 307, rows=1000), weight, batch_first=False)
+    assert_same(device, embed, ids((1, 100_003), 1000), weight)
+    assert_same(device, embed, ids((100_003, 1), 1000), weight)
+    assert_same(device, embed, ids((331, 307), rows=1000), weight, batch_first=False)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -262,7 +237,7 @@ def hot(count: int, rows: int, share: float) -> Tensor:
     return given
 
 
-# Tokens, with what makes their sum hard: long runs, and runs that end on either side of a piece's or a block's end.
+# Tokens, with what makes their sum hard: long segments, and segments that end on either side of a chunk or a block.
 DISTRIBUTIONS = {
     "one token": lambda: (ids(1, rows=50), 50),
     "uniform": lambda: (ids(3000, rows=1000), 1000),
@@ -270,15 +245,15 @@ DISTRIBUTIONS = {
     "all equal": lambda: (torch.full((5000,), 3), 7),
     "all different": lambda: (torch.randperm(2048), 2048),
     "few rows": lambda: (ids(4097, rows=3), 3),
-    "runs of 63 to 66": lambda: (torch.arange(40).repeat_interleave(torch.arange(40) % 4 + 63), 41),
+    "segments of 63 to 66": lambda: (torch.arange(40).repeat_interleave(torch.arange(40) % 4 + 63), 41),
     "most rows unused": lambda: (ids(200, rows=50_000), 50_000),
     "last row only": lambda: (torch.full((300,), 70_000), 70_001),
 }
 
 
-@SPARSE
-@EACH_DTYPE
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@make.dense_and_sparse
+@make.each_dtype
+@make.each("name", DISTRIBUTIONS.keys())
 def test_gradients_of_every_distribution(device, name, dtype, sparse):
     given, rows = DISTRIBUTIONS[name]()
     for width in (1, 33, 512):
@@ -289,9 +264,9 @@ def test_gradients_of_every_distribution(device, name, dtype, sparse):
         assert_same_gradient(device, given, grad, rows, f"{name}, {options}", sparse=sparse, **options)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_gradients_of_every_kind_of_call(device, dtype):
-    for here, there in zip(sample_inputs("cpu", dtype, True), sample_inputs(device, dtype, True), strict=True):
+    for here, there in zip(make.samples("cpu", dtype, True), make.samples(device, dtype, True), strict=True):
         for sparse in (False, True):
             want = embed(here.input, here.weight, sparse=sparse, **here.kwargs)
             got = embed(there.input, there.weight, sparse=sparse, **there.kwargs)
@@ -302,53 +277,35 @@ def test_gradients_of_every_kind_of_call(device, dtype):
             assert_gradient(got, want, here.name)
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_gradients_of_any_strides(device, dtype):
     """`sum()` sends one number for all; others come transposed, sliced, or in the order of the sequence."""
-    given = ids(4, 30, rows=6)
-    numbers = torch.randn(4, 60, 90).to(dtype)
-    for name, view in {
-        "one number": lambda n: n[:1, :1, :1].expand(4, 30, 37),
-        "one column": lambda n: n[:, :30, :1].expand(4, 30, 37),
-        "one row": lambda n: n[0, 0, :37].expand(4, 30, 37),
-        "sequence first under it": lambda n: n.transpose(0, 1).contiguous()[:30, :, :37].transpose(0, 1),
-        "columns first under it": lambda n: n.transpose(1, 2).contiguous()[:, :37, :30].transpose(1, 2),
-        "columns of a wider one": lambda n: n[:, :30, 11:48],
-        "every second column": lambda n: n[:, :30, :74:2],
-        "every second token": lambda n: n[:, ::2, :37],
-        "one number in": lambda n: n.reshape(-1)[1 : 1 + 4 * 30 * 37].view(4, 30, 37),
-    }.items():
-        call = lambda g, i: ops.embed_backward(g, i, 9, 2.5, -1, False)  # noqa: E731
-        want, got = call(view(numbers), given), call(view(numbers.to(device)), given.to(device))
-        assert_same_bits(got.cpu(), want, name)
+    given = ids((4, 30), 6)
+    here, there = (make.views((4, 30), 37, dtype, device=where, seed=1) for where in ("cpu", device))
+    for name, grad in here.items():
+        got = ops.embed_backward(there[name], given.to(device), 9, 2.5, -1, False)
+        assert_same_bits(got.cpu(), ops.embed_backward(grad, given, 9, 2.5, -1, False), name)
     weight = torch.zeros(6, 5, dtype=dtype, device=device, requires_grad=True)
     embed(torch.tensor([[0, 3, 3], [5, 3, 0]], device=device), weight, token_scale=2.0).sum().backward()
     want = torch.tensor([4.0, 0, 0, 6, 0, 2])[:, None].expand(6, 5).to(dtype)
     assert_same_bits(weight.grad.cpu(), want.contiguous(), "sum()")
 
 
-@SPARSE
-@EACH_DTYPE
+@make.dense_and_sparse
+@make.each_dtype
 def test_padding_gets_exactly_nothing(device, dtype, sparse):
-    given = ids(256, 3, 7, rows=10)
-    grad = torch.randn(256, 3, 7, 5).to(dtype)
+    given = ids((256, 3, 7), rows=10)
+    grad = make.x((256, 3, 7, 5), dtype=dtype)
     for padding in (0, 4, -1):
         options = {"sparse": sparse, "padding_idx": padding}
         got = gradient(given.to(device), grad.to(device), 10, **options).to_dense().cpu()
         assert_same_bits(got[padding % 10], torch.zeros(5, dtype=dtype), "row of the padding")
         # Other rows against a sum in double precision.
-        want = torch.zeros(10, 5, dtype=torch.float64).index_add_(
-            0, given.reshape(-1), grad.double().reshape(-1, 5) * math.sqrt(5)
-        )
-        size = torch.zeros(10, 5, dtype=torch.float64).index_add_(
-            0, given.reshape(-1), grad.double().abs().reshape(-1, 5) * math.sqrt(5)
-        )
-        want[padding % 10] = 0
-        bound = 700 * unit_roundoff(wide(dtype)) * size + unit_roundoff(dtype) * 1.01 * want.abs()
-        assert_close(got, want, bound.numpy(), f"padding {padding}")
+        want, bound = true_gradient(grad, given, 10, math.sqrt(5), padding % 10)
+        assert_close(got, want, bound, f"padding {padding}")
 
 
-@EACH_DTYPE
+@make.each_dtype
 def test_a_hot_token_loses_no_small_contribution(device, dtype):
     grad = torch.full((10_000, 40), 0.25, dtype=dtype, device=device)
     got = gradient(torch.full((10_000,), 2, device=device), grad, 4, token_scale=1.0)
@@ -358,9 +315,8 @@ def test_a_hot_token_loses_no_small_contribution(device, dtype):
 def test_untouched_rows_are_positive_zeros(device):
     """Out of memory that held NaNs."""
     for rows in (5, 70_000):
-        for _ in range(3):
-            del_me = torch.full((rows, 33), math.nan, device=device)
-            del del_me
+        for block in [torch.full((rows, 33), math.nan, device=device) for _ in range(3)]:
+            del block
         got = gradient(torch.tensor([rows - 1], device=device), torch.full((1, 33), -1.0, device=device), rows)
         assert_same_bits(got[:-1].cpu(), torch.zeros(rows - 1, 33))
 
@@ -372,7 +328,7 @@ def test_add_passes_the_gradient_on(device):
     assert_same_bits(x.grad, grad)
 
 
-@SPARSE
+@make.dense_and_sparse
 def test_a_hundred_repeats_have_equal_bits(device, sparse):
     """The order of a sum may not depend on which block comes first."""
     given, weight = hot(40 * 512, 4000, 0.3).view(40, 512).to(device), torch.randn(4000, 64, device=device)
@@ -402,11 +358,9 @@ def test_deterministic_mode(device):
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [s.name for s in sample_inputs("cpu", torch.float64, True)])
+@make.each("name", [s.name for s in make.samples("cpu", torch.float64, True) if s.differentiable])
 def test_derivatives(device, name):
-    (sample,) = (s for s in sample_inputs(device, torch.float64, True) if s.name == name)
-    if "padding_idx" in sample.kwargs or "scale_grad_by_freq" in sample.kwargs:
-        pytest.skip("its gradient leaves out or divides parts of the derivative")
+    (sample,) = (s for s in make.samples(device, torch.float64, True) if s.name == name)
 
     def function(weight: Tensor) -> Tensor:
         return embed(sample.input, weight, **sample.kwargs)
@@ -417,12 +371,12 @@ def test_derivatives(device, name):
 
 def test_derivatives_of_add(device):
     x = torch.randn(B, 3, 5, dtype=torch.float64, device=device, requires_grad=True)
-    for options in ({"offset": 3}, {"positions": ids(B, 3).to(device)}, {"batch_first": False}):
+    for options in ({"offset": 3}, {"positions": ids((B, 3)).to(device)}, {"batch_first": False}):
         assert gradcheck(lambda a, o=options: add_positional_encoding(a, **o), x, check_forward_ad=True)
         assert gradgradcheck(lambda a, o=options: add_positional_encoding(a, **o), x)
 
 
-@SPARSE
+@make.dense_and_sparse
 @pytest.mark.parametrize("flags", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}], ids=str)
 def test_double_backward(device, sparse, flags):
     """create_graph: the weight gradient knows the output gradient it came from, and both are the CPU's."""
@@ -445,7 +399,7 @@ def test_double_backward(device, sparse, flags):
 
 def test_transforms(device):
     """Forward mode, vmap and torch.func, composed from torch's own ops."""
-    weight, given = torch.randn(V, D, device=device), ids(B, T).to(device)
+    weight, given = table(device=device), ids((B, T)).to(device)
     tangent = torch.randn_like(weight)
     primal, got = torch.func.jvp(lambda w: embed(given, w), (weight,), (tangent,))
     assert_same_bits(primal, embed(given, weight))
@@ -462,52 +416,29 @@ def test_transforms(device):
 
 
 def tokens(where: str = "cpu") -> Tensor:
-    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3)).to(where)
+    return make.argument("Embeddings", (B, T), device=where)
 
 
 def activations(where: str = "cpu") -> Tensor:
-    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(3)).to(where)
+    return make.argument("PositionalEncoding", (B, T), device=where)
 
 
-def seeded(build: Callable[..., nn.Module], *args: Any, **options: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        torch.manual_seed(1)
-        return build(*args, **options)
-
-    return make
-
-
-def textbook() -> nn.Module:
-    return nn.Sequential(reference.Embeddings(D, V), reference.PositionalEncoding(D, 40))
+def of(kind: str, **options: Any) -> tuple[Callable[[], nn.Module], Callable[..., Tensor]]:
+    return lambda: make.layer(kind, **options), tokens if kind in make.OF_IDS else activations
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
-    "Embeddings": (seeded(posenc_ext.Embeddings, D, V), tokens),
-    "TransformerEmbedding": (seeded(posenc_ext.TransformerEmbedding, V, D), tokens),
-    "padding, fairseq": (
-        seeded(posenc_ext.TransformerEmbedding, V, D, padding_idx=1, convention="fairseq"),
-        tokens,
-    ),
-    "sequence first, frequency": (
-        seeded(posenc_ext.TransformerEmbedding, V, D, batch_first=False, scale_grad_by_freq=True),
-        tokens,
-    ),
-    "sparse": (seeded(posenc_ext.TransformerEmbedding, V, D, sparse=True), tokens),
-    "max_norm": (seeded(posenc_ext.TransformerEmbedding, V, D, max_norm=1.0), tokens),
-    "PositionalEncoding": (seeded(posenc_ext.PositionalEncoding, D), activations),
-    "PositionalEncoding, exact": (seeded(posenc_ext.PositionalEncoding, D, convention="marian"), activations),
-    "LearnedPositionalEmbedding": (seeded(posenc_ext.LearnedPositionalEmbedding, 40, D), activations),
-    "pair": (
-        seeded(lambda: nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D))),
-        tokens,
-    ),
-    "fused": (
-        seeded(lambda: posenc_ext.fuse(nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D)))),
-        tokens,
-    ),
-    "fused textbook": (seeded(lambda: posenc_ext.fuse(textbook())), tokens),
+    **{kind: of(kind) for kind in make.LAYERS},
+    "padding, fairseq": of("TransformerEmbedding", padding_idx=1, convention="fairseq"),
+    "sequence first, frequency": of("TransformerEmbedding", batch_first=False, scale_grad_by_freq=True),
+    "sparse": of("TransformerEmbedding", sparse=True),
+    "max_norm": of("TransformerEmbedding", max_norm=1.0),
+    "PositionalEncoding, exact": of("PositionalEncoding", convention="marian"),
+    "pair": (make.pair, tokens),
+    "fused": (lambda: posenc_ext.fuse(make.pair()), tokens),
+    "fused textbook": (lambda: posenc_ext.fuse(make.pair(reference)), tokens),
 }
-every_module = pytest.mark.parametrize("kind", MODULES)
+every_module = make.each("kind", MODULES.keys())
 
 # Where torch's own kernels, not ours, decide about the last bit.
 ROUNDED = {"max_norm", "LearnedPositionalEmbedding"}
@@ -559,17 +490,17 @@ def test_gradients_through_modules(device, kind):
 
 
 def test_the_table_of_a_module_is_made_where_it_lives(device):
-    module = posenc_ext.PositionalEncoding(D, 30).to(device).half()
+    module = make.layer("PositionalEncoding", max_len=30).to(device).half()
     assert (module.pe.device.type, module.pe.dtype) == (torch.device(device).type, torch.float16)
-    assert_same_bits(module.pe.cpu(), posenc_ext.PositionalEncoding(D, 30).half().pe)
+    assert_same_bits(module.pe.cpu(), make.layer("PositionalEncoding", max_len=30).half().pe)
 
 
 def test_modules_made_on_the_device(device):
-    for build in (posenc_ext.TransformerEmbedding, lambda v, d, **o: posenc_ext.Embeddings(d, v, **o)):
-        module = build(V, D, device=device, dtype=torch.bfloat16)
+    for kind in make.OF_IDS:
+        module = make.layer(kind, device=device, dtype=torch.bfloat16)
         assert module(tokens(device)).device.type == torch.device(device).type
     with torch.device(device):
-        module = nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D))
+        module = make.pair()
     assert_same_bits(posenc_ext.fuse(module)(tokens(device)), module(tokens(device)))
 
 
@@ -577,14 +508,7 @@ def test_fused_models_of_the_device(device):
     """Fused before or after the move; the weight is the same Parameter, tied or not."""
 
     def model() -> nn.Module:
-        torch.manual_seed(2)
-        return nn.ModuleDict(
-            {
-                "source": nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D)),
-                "target": textbook(),
-                "output": nn.Linear(D, V),
-            }
-        )
+        return nn.ModuleDict({"source": make.pair(), "target": make.pair(reference), "output": nn.Linear(D, V)})
 
     before, after, plain = posenc_ext.fuse(model()).to(device), posenc_ext.fuse(model().to(device)), model()
     for name in ("source", "target"):
@@ -596,23 +520,22 @@ def test_fused_models_of_the_device(device):
 
 def test_length_far_past_a_table(device):
     """As for a fairseq model built for 1024 positions; there is no table that could end."""
-    module = posenc_ext.TransformerEmbedding(V, D, convention="fairseq", padding_idx=1).to(device)
-    given = ids(1, 20_000)
+    module = make.layer(convention="fairseq", padding_idx=1).to(device)
+    given = ids((1, 20_000))
     assert_same_bits(module(given.to(device)).cpu(), copy.deepcopy(module).cpu()(given))
 
 
 @pytest.mark.parametrize("start", ["device", "cpu"])
 def test_state_dicts(device, start):
     """Of this layer and of the textbook pair, whose table is checked on whatever device it was loaded to."""
-    torch.manual_seed(1)
-    old, where = textbook(), device if start == "device" else "cpu"
+    old, where = make.pair(reference), device if start == "device" else "cpu"
     for saved in (old.state_dict(), posenc_ext.fuse(copy.deepcopy(old)).state_dict()):
-        layer = posenc_ext.TransformerEmbedding(V, D).to(device)
+        layer = make.layer().to(device)
         result = layer.load_state_dict(moved(dict(saved), where), strict=True)
         assert (result.missing_keys, result.unexpected_keys) == ([], [])
-        assert layer.weight.device.type == torch.device(device).type
+        assert make.weight_of(layer).device.type == torch.device(device).type
         torch.testing.assert_close(layer(tokens(device)).cpu(), old(tokens()), rtol=0, atol=2e-5)
-    foreign = posenc_ext.TransformerEmbedding(V, D, convention="tensor2tensor").to(device)
+    foreign = make.layer(convention="tensor2tensor").to(device)
     with pytest.raises(RuntimeError, match="vaswani"):
         foreign.load_state_dict(moved(dict(old.state_dict()), where))
 
@@ -622,16 +545,15 @@ def test_a_training_step(device, options):
     """The weights after a few steps are the CPU's, to the bit: the product with the rate is exact."""
 
     def train(where: str) -> Tensor:
-        torch.manual_seed(2)
-        module = posenc_ext.TransformerEmbedding(V, D, **options).to(where)
+        module = make.layer(**options).to(where)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         for step in range(4):
-            given = torch.randint(V, (3, 4 + step), generator=torch.Generator().manual_seed(step)).to(where)
-            grad = torch.randn(*given.shape, D, generator=torch.Generator().manual_seed(step)).to(where)
+            given = ids((3, 4 + step), seed=step, device=where)
+            grad = make.x((*given.shape, D), seed=step, device=where)
             optimizer.zero_grad()
             module(given).backward(grad)
             optimizer.step()
-        return module.weight.detach()
+        return make.weight_of(module).detach()
 
     assert_same_bits(train(device).cpu(), train("cpu"))
 
@@ -675,7 +597,7 @@ def test_max_norm(device):
 def test_tensors_on_two_devices(device):
     """By name, and before anything is written."""
     here, there = tokens(), tokens(device)
-    weight, x = torch.randn(V, D, device=device), torch.randn(B, T, D, device=device)
+    weight, x = table(device=device), make.x((B, T, D), device=device)
     out = torch.full((B, T, D), 7.0)
     for words, call in {
         "embed: input must be on the device of weight": lambda: embed(here, weight),
@@ -699,8 +621,8 @@ def test_tensors_on_two_devices(device):
 
 def test_wrong_arguments(device):
     """The checks of the CPU half hold here too."""
-    given, weight = tokens(device), torch.randn(V, D, device=device)
-    x = torch.randn(B, T, D, device=device)
+    given, weight = tokens(device), table(device=device)
+    x = make.x((B, T, D), device=device)
     out = torch.full((B, T, D), 7.0, device=device)
     for call in (
         lambda: embed(given.float(), weight),
@@ -730,26 +652,13 @@ def fresh():
     torch.compiler.reset()
 
 
-def op_cases(device: str, dtype: torch.dtype, requires_grad: bool) -> Iterator[tuple[Any, bool]]:
-    for sample in sample_inputs(device, dtype, requires_grad):
-        for case in cases_of(sample):
-            arguments = tuple(
-                moved(a, device) if isinstance(a, Tensor) and a.device.type != torch.device(device).type else a
-                for a in case.arguments
-            )
-            case.arguments = arguments
-            differentiated = any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
-            yield case, differentiated
-
-
 @pytest.mark.parametrize(("dtype", "requires_grad"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
-@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")  # raw ops: tests/test_autograd.py
+@raw_ops_have_no_formula
 def test_opcheck(device, dtype, requires_grad):
-    for case, differentiated in op_cases(device, dtype, requires_grad):
-        # The slow last check for one kind of call; not where it cannot cope with the op (tests/test_opcheck.py).
-        traced = case.name == "batch" and not (differentiated and case.op in SPARSE_OPS)
-        tests = TESTS if traced else TESTS[:-1]
-        assert opcheck(case.overload(), case.arguments, test_utils=tests) == dict.fromkeys(tests, "SUCCESS"), str(case)
+    for sample in make.samples(device, dtype, requires_grad):
+        for call in (*make.op_calls(sample).values(), *make.raw_calls(sample).values()):
+            # The slow last check for one kind of call.
+            assert_checked(call, traced=sample.name == "batch")
 
 
 # Of ids, table and activations.
@@ -765,13 +674,13 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", CALLS)
+@make.each("name", CALLS.keys())
 def test_whole_graphs(device, fresh, name, dynamic):
     function, counter = CALLS[name], CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
-    weight, first = torch.randn(V, D, device=device), None
+    weight, first = table(device=device), None
     for shape in [(B, T), (3, 7), (4, 9)] if dynamic else [(B, T)]:
-        arguments = ids(*shape).to(device), weight, torch.randn(*shape, D).to(device)
+        arguments = ids(shape).to(device), weight, make.x((*shape, D)).to(device)
         assert_same_bits(compiled(*arguments), function(*arguments), name)
         first = first or counter.frame_count
     assert counter.frame_count == first
@@ -781,9 +690,9 @@ def test_no_recompilation_by_the_step(device, fresh):
     """A decoder: one compile for the first call, one when the offset is seen to change, and none after that."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(embed, fullgraph=True, backend=counter)
-    weight = torch.randn(V, D, device=device)
+    weight = table(device=device)
     for step in range(20):
-        given = ids(B, 1).to(device)
+        given = ids((B, 1)).to(device)
         assert_same_bits(compiled(given, weight, offset=step), embed(given, weight, offset=step))
         if step == 2:
             settled = counter.frame_count
@@ -795,17 +704,16 @@ def test_training_under_inductor(device, fresh, mode):
     """What users run: the op between generated kernels, forward and backward; in the other mode in CUDA graphs."""
     if ON_GPU:
         pytest.importorskip("triton")
-    torch.manual_seed(2)
-    layer = posenc_ext.TransformerEmbedding(V, D, padding_idx=2).to(device)
+    layer = make.layer(padding_idx=2).to(device)
     output = nn.Linear(D, V).to(device)
-    parameters = [layer.weight, *output.parameters()]
+    parameters = [make.weight_of(layer), *output.parameters()]
 
     def loss(given: Tensor) -> Tensor:
         return F.cross_entropy(output(layer(given).tanh()).flatten(0, -2), given.flatten())
 
     compiled = torch.compile(loss, fullgraph=True, mode=mode)
     for step in range(4):
-        given = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(step)).to(device)
+        given = ids((B, T), seed=step, device=device)
         torch.compiler.cudagraph_mark_step_begin()
         value = compiled(given)
         got = [value.detach().clone(), *(g.clone() for g in torch.autograd.grad(value, parameters))]
@@ -821,18 +729,18 @@ def test_export(device, fresh):
     class Step(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = posenc_ext.TransformerEmbedding(V, D, padding_idx=1)
+            self.layer = make.layer(padding_idx=1)
 
         def forward(self, given: Tensor, offset: int) -> Tensor:
             return self.layer(given, offset=offset)
 
     module = Step().to(device)
     shapes = ({0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=1024)}, Dim.DYNAMIC)
-    program = torch.export.export(module, (ids(2, 5).to(device), 3), dynamic_shapes=shapes).module()
+    program = torch.export.export(module, (ids((2, 5)).to(device), 3), dynamic_shapes=shapes).module()
     for shape, offset in (((2, 5), 3), ((2, 5), 7), ((4, 9), 0), ((1, 1000), 5000)):
-        given = ids(*shape).to(device)
+        given = ids(shape).to(device)
         assert_same_bits(program(given, offset), module(given, offset))
-    program(ids(3, 4).to(device), 3).square().sum().backward()
+    program(ids((3, 4)).to(device), 3).square().sum().backward()
     ((_, parameter),) = program.named_parameters()
     assert parameter.grad.count_nonzero() > 0
     assert parameter.grad[1].count_nonzero() == 0

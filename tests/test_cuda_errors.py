@@ -1,21 +1,20 @@
-"""Bad ids on a GPU: no device assert, no silent value, no wait on the usual path.
+"""Ids out of range on a GPU: no device assert, no silent value, no wait on the usual path.
 
-A row of NaN stands where the id was bad, and the next call, or `posenc_ext.check_errors()`, raises the IndexError that
+A row of NaN stands in its place, and the next call, or `posenc_ext.check_errors()`, raises the IndexError that
 the CPU raises at once. These tests hold on a CPU as well, but for those about what comes before the exception.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import make
 import pytest
 import torch
 from cuda_helpers import DEVICE, assert_refused, forget, gpu_only, settle, sleep
-from helpers import DTYPES, assert_same_bits, child, message, name_of
+from helpers import assert_same_bits, message, run_code
 from torch import Tensor
 
 import posenc_ext
@@ -27,7 +26,6 @@ ops = torch.ops.posenc_ext
 
 V, D = 10, 8
 BAD = (V, -1, 2**31 - 1, 2**32, 2**63 - 1, -(2**63))
-RECIPE = posenc_ext.CONVENTIONS["vaswani"].recipe()
 RANGE = f"ids in [0, {V})"
 
 
@@ -38,11 +36,11 @@ def _no_error_is_left(device):
 
 
 def table(device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(V, D, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    return make.table(V, D, dtype=dtype, device=device, seed=1)
 
 
 def ids(device: str, bad: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
-    """[2, 3], with a bad one at [1, 1]."""
+    """[2, 3], with one out of range at [1, 1]."""
     return torch.tensor([[0, 1, 2], [3, 4 if bad is None else bad, 5]], dtype=dtype, device=device)
 
 
@@ -63,11 +61,11 @@ PATHS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "max_norm": lambda i, w: embed(i, w, max_norm=0.1),
     "out": lambda i, w: embed(i, w, out=torch.empty(*i.shape, D, device=i.device)),
     "strided table": lambda i, w: embed(i, w.repeat_interleave(2, dim=1)[:, ::2]),
-    "op": lambda i, w: ops.embed(w, i, None, 0, 1.0, *RECIPE),
+    "op": lambda i, w: ops.embed(w, i, None, 0, 1.0, *make.spec()),
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
+@make.each("path", PATHS.keys())
 def test_the_error_names_op_range_and_id(device, path):
     for bad in BAD:
         assert_refused(lambda b=bad: PATHS[path](ids(device, b), table(device)), "posenc_ext::embed: ", RANGE, bad)
@@ -80,7 +78,7 @@ def test_int32_ids(device, bad):
     assert_usable(device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@make.each_dtype
 @gpu_only
 def test_the_row_is_nan_and_the_others_are_right(device, dtype):
     weight = table(device, dtype)
@@ -151,7 +149,7 @@ def test_the_call_itself_does_not_wait(device):
     assert not done.query()
 
 
-def test_one_bad_id_far_into_a_batch(device):
+def test_one_out_of_range_id_far_into_a_batch(device):
     weight = torch.randn(V, 64, device=device)
     for place in (0, 4095, 99_999):
         given = torch.zeros(100_000, dtype=torch.int64, device=device)
@@ -159,8 +157,8 @@ def test_one_bad_id_far_into_a_batch(device):
         assert_refused(lambda g=given: embed(g, weight), "posenc_ext::embed: ", RANGE, V + 5)
 
 
-def test_many_bad_ids(device):
-    """All of them bad, from every block at once: one is named."""
+def test_many_out_of_range_ids(device):
+    """All of them, from every block at once: one is named."""
     given = torch.full((100_000,), V + 7, device=device)
     assert_refused(lambda: embed(given, table(device)), "posenc_ext::embed: ", RANGE, V + 7)
     assert_usable(device)
@@ -170,18 +168,17 @@ def test_a_table_without_rows_has_no_ids(device):
     assert_refused(lambda: embed(ids(device), table(device)[:0]), "posenc_ext::embed: ", "ids in [0, 0)")
 
 
-@pytest.mark.parametrize("op", ["embed_backward", "_embed_bwd", "embed_backward_sparse", "_embed_bwd_sparse"])
+@make.each("op", ["embed_backward", "embed_backward_sparse"])
 def test_backward(device, op):
     """Called with ids that no forward pass let through: nothing is written past the gradient's end."""
-    name = op.replace("_embed_bwd", "embed_backward")
     call = getattr(ops, op)
     grad = torch.ones(2, 3, D, device=device)
     for bad in BAD:
         for flags in ((-1, False), (0, True)):
-            words = (f"posenc_ext::{name}: ", RANGE, bad)
+            words = (f"posenc_ext::{op}: ", RANGE, bad)
             assert_refused(lambda b=bad, f=flags: call(grad, ids(device, b), V, 1.0, *f), *words)
-    assert_refused(lambda: call(grad, ids(device, V, torch.int32), V, 1.0, -1, False), f"posenc_ext::{name}: ", V)
-    assert_refused(lambda: call(grad, ids(device), 0, 1.0, -1, False), f"posenc_ext::{name}: ", "ids in [0, 0)")
+    assert_refused(lambda: call(grad, ids(device, V, torch.int32), V, 1.0, -1, False), f"posenc_ext::{op}: ", V)
+    assert_refused(lambda: call(grad, ids(device), 0, 1.0, -1, False), f"posenc_ext::{op}: ", "ids in [0, 0)")
     assert_usable(device)
 
 
@@ -196,7 +193,7 @@ def test_a_training_step(device):
     assert_usable(device)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@make.dense_and_sparse
 def test_gradients_of_the_step_after(device, sparse):
     """Once the error is out, the next step's gradient is right to the bit."""
     assert_refused(lambda: embed(ids(device, V), table(device).requires_grad_()), RANGE)
@@ -232,7 +229,7 @@ def test_compiled(device):
 
 @gpu_only
 def test_replayed(device):
-    """A graph that was captured with good ids and is fed a bad one."""
+    """A graph that was captured with good ids and is fed one out of range."""
     given, weight = ids(device), table(device)
     embed(given, weight)
     graph = torch.cuda.CUDAGraph()
@@ -273,20 +270,10 @@ print("after", embed(good, weight).isfinite().all().item())
 """
 
 
-def run_child(folder: Any, **environment: str) -> dict[str, str]:
-    """The words that each call of CHILD ended in."""
-    settings = child(folder)
-    settings["env"].update(environment)
-    process = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=False, **settings
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
-    return dict(line.split(" ", 1) for line in process.stdout.splitlines())
-
-
 def test_synchronous_mode(device, tmp_path):
     """POSENC_EXT_SYNC_ERRORS=1: the call itself raises, for those who look for the line that did it."""
-    found = run_child(tmp_path, POSENC_EXT_SYNC_ERRORS="1")
+    lines = run_code(CHILD, tmp_path, POSENC_EXT_SYNC_ERRORS="1").splitlines()
+    found = dict(line.split(" ", 1) for line in lines)
     assert found.pop("after") == "True"
     assert set(found) == {"embed", "out", "max_norm", "dense", "sparse"}
     for name, text in found.items():
@@ -300,15 +287,10 @@ def test_synchronous_mode(device, tmp_path):
 def test_without_it_the_process_lives_on(device, tmp_path):
     """What torch's own lookup answers with a device assert, after which no call works any more."""
     assert "POSENC_EXT_SYNC_ERRORS" not in os.environ
-    settings = child(tmp_path)
     code = f"import posenc_ext, torch\nfrom posenc_ext.functional import embed\nw = torch.ones({V}, 4).cuda()\n"
     code += f"embed(torch.tensor([{V}]).cuda(), w); torch.cuda.synchronize()\n"
     code += "try: posenc_ext.check_errors()\nexcept IndexError as error: print(error)\n"
     code += "print(torch.ones(3).cuda().sum().item())"
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, **settings
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
-    error, alive = process.stdout.splitlines()
+    error, alive = run_code(code, tmp_path).splitlines()
     assert error.startswith("posenc_ext::embed: ")
     assert alive == "3.0"

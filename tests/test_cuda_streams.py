@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import make
 import pytest
 import torch
 from cuda_helpers import ON_GPU, gpu_only, sleep, two_gpus
-from helpers import assert_same_bits, name_of
+from helpers import assert_same_bits
 from torch import Tensor, nn
 
 import posenc_ext
@@ -20,11 +21,11 @@ V, D = 1000, 64
 
 
 def ids(device: str, *shape: int, seed: int = 0, rows: int = V) -> Tensor:
-    return torch.randint(rows, shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    return make.ids(shape, rows, device=device, seed=seed)
 
 
 def numbers(device: str, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return make.x(shape, dtype=dtype, device=device, seed=seed)
 
 
 # What must neither wait nor copy, as functions of ids, table and activations.
@@ -40,7 +41,6 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "positional_encoding": lambda i, w, x: positional_encoding(i, D),
     "length": lambda i, w, x: positional_encoding(40, D, device=i.device),
 }
-every_call = pytest.mark.parametrize("name", CALLS)
 
 
 def inputs(device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,17 +63,17 @@ CALLS_AND_BACKWARD = {
         add_positional_encoding(a := x.detach().requires_grad_()), a, x
     )[0],
 }
-every_call_and_backward = pytest.mark.parametrize("name", CALLS_AND_BACKWARD)
+every_call = make.each("function", CALLS_AND_BACKWARD)
 
 
 # ---- nothing waits ---------------------------------------------------------------------------------------------------
 
 
 @gpu_only
-@every_call_and_backward
-def test_the_host_runs_ahead(device, name):
+@every_call
+def test_the_host_runs_ahead(device, function):
     """Behind a kernel that keeps the device busy, a warm call returns before that kernel ends."""
-    function, arguments = CALLS_AND_BACKWARD[name], inputs(device)
+    arguments = inputs(device)
     function(*arguments)
     torch.cuda.synchronize()
     done = torch.cuda.Event()
@@ -112,9 +112,9 @@ def waits_of(call: Callable[[], object]) -> list[str]:
     return [name for name in found if name == "cudaMemcpy" or any(word in name for word in WAITS)]
 
 
-@every_call_and_backward
-def test_no_copy_and_no_wait_in_the_profile(device, name):
-    function, arguments = CALLS_AND_BACKWARD[name], inputs(device)
+@every_call
+def test_no_copy_and_no_wait_in_the_profile(device, function):
+    arguments = inputs(device)
     for _ in range(3):
         function(*arguments)
     assert waits_of(lambda: function(*arguments)) == []
@@ -132,10 +132,10 @@ def test_the_profile_would_show_them(device):
 
 
 @gpu_only
-@every_call_and_backward
-def test_work_goes_to_the_current_stream(device, name):
+@every_call
+def test_work_goes_to_the_current_stream(device, function):
     """Inputs get their numbers late, on a side stream: a kernel on any other stream would read the old ones."""
-    function, (given, weight, x) = CALLS_AND_BACKWARD[name], inputs(device)
+    given, weight, x = inputs(device)
     want = function(given, weight, x.clone()).clone()
     late = [torch.zeros_like(t) for t in (given, weight, x)]
     function(*late)
@@ -148,7 +148,7 @@ def test_work_goes_to_the_current_stream(device, name):
         got = function(*late)
         got = got.clone()
     side.synchronize()
-    assert_same_bits(got, want, name)
+    assert_same_bits(got, want)
 
 
 @gpu_only
@@ -205,10 +205,10 @@ def captured(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
 
 
 @gpu_only
-@every_call_and_backward
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_replays_follow_the_inputs(device, name, dtype):
-    function, arguments = CALLS_AND_BACKWARD[name], inputs(device, dtype)
+@every_call
+@make.each("dtype", [torch.float32, torch.bfloat16])
+def test_replays_follow_the_inputs(device, function, dtype):
+    arguments = inputs(device, dtype)
     graph, result = captured(lambda: function(*arguments))
     for seed in (5, 6, 5):
         result.fill_(7)
@@ -217,7 +217,7 @@ def test_replays_follow_the_inputs(device, name, dtype):
         arguments[2].copy_(numbers(device, 4, 40, D, seed=seed))
         fresh = tuple(a.clone() for a in arguments)
         graph.replay()
-        assert_same_bits(result, function(*fresh), f"{name}, seed {seed}")
+        assert_same_bits(result, function(*fresh), f"seed {seed}")
 
 
 @gpu_only
@@ -238,10 +238,8 @@ def test_whole_training_steps_can_be_captured(device):
     """Forward, loss, backward, with gradients that accumulate into fixed memory."""
 
     def model() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(
-            posenc_ext.TransformerEmbedding(V, D, padding_idx=0), posenc_ext.PositionalEncoding(D), nn.Linear(D, 8)
-        ).to(device)
+        first = make.layer(rows=V, width=D, padding_idx=0)
+        return nn.Sequential(first, posenc_ext.PositionalEncoding(D), nn.Linear(D, 8)).to(device)
 
     def step(layers: nn.Module, given: Tensor) -> Tensor:
         for parameter in layers.parameters():
@@ -258,7 +256,7 @@ def test_whole_training_steps_can_be_captured(device):
         torch.testing.assert_close(loss, step(eager, given.clone()))
         for got, want in zip(layers.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad)
-        assert layers[0].weight.grad[0].count_nonzero() == 0
+        assert make.weight_of(layers[0]).grad[0].count_nonzero() == 0
 
 
 @gpu_only
@@ -277,15 +275,15 @@ def test_decoding_steps_in_one_graph(device):
 
 
 @two_gpus
-@every_call_and_backward
-def test_a_device_that_is_not_the_current_one(device, name):
-    function, first = CALLS_AND_BACKWARD[name], inputs("cuda:0")
+@every_call
+def test_a_device_that_is_not_the_current_one(device, function):
+    first = inputs("cuda:0")
     second = tuple(a.to("cuda:1") for a in first)
     with torch.cuda.device(0):
         got = function(*second)
         assert torch.cuda.current_device() == 0
     assert got.device == torch.device("cuda:1")
-    assert_same_bits(got.cpu(), function(*first).cpu(), name)
+    assert_same_bits(got.cpu(), function(*first).cpu())
 
 
 @two_gpus
@@ -313,7 +311,7 @@ def test_inputs_of_two_gpus(device):
 
 
 @two_gpus
-def test_bad_ids_of_each_device(device):
+def test_out_of_range_ids_of_each_device(device):
     """An error belongs to where it was made; asking finds those of all devices."""
     for where in ("cuda:0", "cuda:1"):
         embed(torch.tensor([V], device=where), numbers(where, V, D))

@@ -6,38 +6,46 @@ import copy
 import itertools
 import math
 
+import make
 import numpy as np
 import pytest
 import torch
-from helpers import true_waves
+from helpers import assert_same_bits, fields, true_encoding
+from make import B, D, T, V, argument, layer, pair
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import posenc_ext
-from posenc_ext import functional, reference
+from posenc_ext import CONVENTIONS, functional, reference
 
-V, D, B, T = 11, 8, 3, 7
 SCALE = math.sqrt(D)
+POSITIONAL = "PositionalEncoding"
+PADDING = [None, 0, -1]
 
 
 def table32(positions: range, d_model: int) -> Tensor:
-    """The true waves of the fp32 angles that an fp32 table is built from, float64 [positions, d_model]."""
-    return torch.from_numpy(true_waves(positions, d_model, posenc_ext.CONVENTIONS["vaswani"], "reference"))
+    """The sines and cosines of the fp32 angles that an fp32 table is built from, float64 [positions, d_model]."""
+    return torch.from_numpy(true_encoding(positions, d_model, CONVENTIONS["vaswani"], "reference"))
+
+
+def assert_same_gradients(got: Tensor, want: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    """Of pairs of leaves, for one output gradient; sums may be in another order."""
+    probe = torch.randn_like(want)
+    for result in (got, want):
+        (result * probe).sum().backward()
+    for mine, other in pairs:
+        assert mine.grad.layout == other.grad.layout
+        torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense(), atol=1e-5, rtol=1e-6)
 
 
 @pytest.fixture
 def ids() -> Tensor:
-    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
+    return argument("TransformerEmbedding")
 
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(2))
-
-
-def layer(**options) -> posenc_ext.TransformerEmbedding:
-    torch.manual_seed(3)
-    return posenc_ext.TransformerEmbedding(V, D, **options)
+    return argument(POSITIONAL)
 
 
 # ---- initial numbers -------------------------------------------------------------------------------------------------
@@ -52,93 +60,76 @@ def test_published_numbers(module):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("padding_idx", [None, 0, -1])
-@pytest.mark.parametrize("kind", ["Embeddings", "TransformerEmbedding"])
+@make.each("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@make.each("padding_idx", PADDING)
+@make.each_layer_of_ids
 def test_draws_what_nn_embedding_draws(kind, padding_idx, dtype):
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     expected, following = nn.Embedding(V, D, padding_idx=padding_idx, dtype=dtype).weight, torch.rand(1)
-    torch.manual_seed(0)
-    if kind == "Embeddings":
-        weight = posenc_ext.Embeddings(D, V, padding_idx=padding_idx, dtype=dtype).lut.weight
-    else:
-        weight = posenc_ext.TransformerEmbedding(V, D, padding_idx=padding_idx, dtype=dtype).weight
+    weight = make.weight_of(layer(kind, padding_idx=padding_idx, dtype=dtype))
     assert weight.dtype == dtype
     assert torch.equal(weight, expected)
     assert torch.equal(torch.rand(1), following)  # and not one number more
 
 
 def test_learned_positions_draw_what_the_reference_draws():
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     expected = reference.LearnedPositionalEmbedding(T, D).weight
-    torch.manual_seed(0)
-    assert torch.equal(posenc_ext.LearnedPositionalEmbedding(T, D).weight, expected)
+    assert torch.equal(layer("LearnedPositionalEmbedding", max_len=T).weight, expected)
 
 
 # ---- against the twins -----------------------------------------------------------------------------------------------
 
 
 def test_embeddings_equal_the_reference(ids):
-    torch.manual_seed(0)
+    fused = layer("Embeddings")
+    torch.manual_seed(3)
     twin = reference.Embeddings(D, V)
-    torch.manual_seed(0)
-    fused = posenc_ext.Embeddings(D, V)
-    assert torch.equal(fused(ids), twin(ids))  # one fp32 product: nothing to differ by
-    weight = torch.randn(B, T, D)
-    (fused(ids) * weight).sum().backward()
-    (twin(ids) * weight).sum().backward()
-    torch.testing.assert_close(fused.lut.weight.grad, twin.lut.weight.grad, atol=1e-5, rtol=1e-6)
+    got, expected = fused(ids), twin(ids)
+    assert torch.equal(got, expected)  # one fp32 product: nothing to differ by
+    assert_same_gradients(got, expected, (fused.lut.weight, twin.lut.weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_embeddings_are_rounded_once(ids, dtype):
-    fused = posenc_ext.Embeddings(D, V, dtype=dtype)
-    expected = (fused.lut.weight.float()[ids] * SCALE).to(dtype)
-    assert torch.equal(fused(ids), expected)
+@make.each_half
+@make.each_layer_of_ids
+def test_16_bit_layers_are_rounded_once(kind, ids, dtype):
+    module = layer(kind, dtype=dtype)
+    pe = layer(POSITIONAL, max_len=T).pe[0] if kind == "TransformerEmbedding" else 0
+    rows = make.weight_of(module)[ids]
+    expected = (rows.float() * SCALE + pe).to(dtype)
+    assert torch.equal(module(ids), expected)
     # A scale rounded to the type of the weight would be another factor: the test tells them apart.
-    assert not torch.equal(fused.lut(ids) * torch.tensor(SCALE, dtype=dtype), expected)
+    assert not torch.equal((rows * torch.tensor(SCALE, dtype=dtype) + pe).to(dtype), expected)
 
 
 def test_positional_encoding_equals_the_reference(x):
-    twin, fused = reference.PositionalEncoding(D, 50), posenc_ext.PositionalEncoding(D, 50)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    got, expected = fused(a), twin(b)
+    got, expected = layer(POSITIONAL, max_len=50)(a), reference.PositionalEncoding(D, 50)(b)
     torch.testing.assert_close(got, expected, atol=4e-6, rtol=0)
-    weight = torch.randn_like(x)
-    (got * weight).sum().backward()
-    (expected * weight).sum().backward()
-    assert torch.equal(a.grad, b.grad)
+    assert_same_gradients(got, expected, (a, b))
 
 
 def test_transformer_embedding_equals_the_reference(ids):
-    fused = layer()
-    twin = nn.Sequential(reference.Embeddings(D, V), reference.PositionalEncoding(D, 50))
-    twin[0].lut.weight = nn.Parameter(fused.weight.detach().clone())
+    fused, twin = layer(), pair(reference)
+    twin[0].lut.weight = nn.Parameter(make.weight_of(fused).detach().clone())
     got, expected = fused(ids), twin(ids)
     torch.testing.assert_close(got, expected, atol=4e-6, rtol=0)
-    weight = torch.randn(B, T, D)
-    (got * weight).sum().backward()
-    (expected * weight).sum().backward()
-    torch.testing.assert_close(fused.weight.grad, twin[0].lut.weight.grad, atol=1e-5, rtol=1e-6)
+    assert_same_gradients(got, expected, (make.weight_of(fused), twin[0].lut.weight))
 
 
 def test_transformer_embedding_is_its_two_halves_bit_for_bit(ids):
-    fused = layer()
-    embeddings = posenc_ext.Embeddings(D, V)
-    embeddings.lut.weight = fused.weight
-    assert torch.equal(fused(ids), posenc_ext.PositionalEncoding(D)(embeddings(ids)))
+    fused, embeddings = layer(), layer("Embeddings")
+    embeddings.lut.weight = make.weight_of(fused)
+    assert torch.equal(fused(ids), layer(POSITIONAL)(embeddings(ids)))
 
 
 def test_learned_positions_equal_the_reference(x):
-    twin, fused = reference.LearnedPositionalEmbedding(20, D), posenc_ext.LearnedPositionalEmbedding(20, D)
+    twin, fused = reference.LearnedPositionalEmbedding(40, D), layer("LearnedPositionalEmbedding")
     fused.load_state_dict(twin.state_dict())
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    assert torch.equal(fused(a), twin(b))
-    weight = torch.randn_like(x)
-    (fused(a) * weight).sum().backward()
-    (twin(b) * weight).sum().backward()
-    assert torch.equal(a.grad, b.grad)
-    torch.testing.assert_close(fused.weight.grad, twin.weight.grad)
+    got, expected = fused(a), twin(b)
+    assert torch.equal(got, expected)
+    assert_same_gradients(got, expected, (a, b), (fused.weight, twin.weight))
     assert fused.weight.grad[T:].count_nonzero() == 0  # no token was there
 
 
@@ -154,7 +145,7 @@ def test_pe_is_the_table_of_the_reference(d_model):
 
 
 def test_pe_is_what_forward_adds(x):
-    module = posenc_ext.PositionalEncoding(D, 50)
+    module = layer(POSITIONAL)
     assert torch.equal(module(x), x + module.pe[:, :T])
 
 
@@ -167,105 +158,86 @@ def test_pe_has_the_rows_asked_for():
 @pytest.mark.parametrize("length", [1, 5000, 5001, 200_000])
 @pytest.mark.parametrize("max_len", [None, 4])
 def test_max_len_never_limits(length, max_len):
-    module = posenc_ext.PositionalEncoding(8, max_len)
-    got = module(torch.zeros(1, length, 8))[0]
+    got = layer(POSITIONAL, max_len=max_len)(torch.zeros(1, length, D))[0]
     rows = range(max(length - 50, 0), length)
-    torch.testing.assert_close(got[rows.start :].double(), table32(rows, 8), atol=2e-7, rtol=0)
-    embedded = posenc_ext.TransformerEmbedding(V, 8)
-    nn.init.zeros_(embedded.weight)
+    torch.testing.assert_close(got[rows.start :].double(), table32(rows, D), atol=2e-7, rtol=0)
+    embedded = layer()
+    nn.init.zeros_(make.weight_of(embedded))
     assert torch.equal(embedded(torch.zeros(1, length, dtype=torch.long))[0], got)
 
 
-@pytest.mark.parametrize("name", sorted(posenc_ext.CONVENTIONS))
+@make.each_convention
 @pytest.mark.parametrize("d_model", [2, 3, 16, 17])
-def test_every_convention_against_the_double_precision_table(name, d_model):
-    convention = posenc_ext.CONVENTIONS[name]
-    positions = np.arange(convention.first_position, convention.first_position + 40)
-    expected = reference.sinusoid_table(
-        positions,
-        d_model,
-        base=convention.base,
-        divisor=convention.divisor,
-        layout=convention.layout,
-        odd=convention.odd,
-    )
-    module = posenc_ext.PositionalEncoding(d_model, 40, convention=name)
+def test_every_convention_against_the_double_precision_table(convention, d_model):
+    positions = np.arange(40) + convention.first_position
+    expected = torch.from_numpy(reference.sinusoid_table(positions, d_model, **fields(convention)))
+    module = posenc_ext.PositionalEncoding(d_model, 40, convention=convention.name)
     # The fp32 angle of a reference table is off by half a unit of it: 40 * 2^-24 at most, twice for the frequency.
     atol = 6e-6 if module.precision == "reference" else 2.5e-7
-    torch.testing.assert_close(module.pe[0].double(), torch.from_numpy(expected), atol=atol, rtol=0)
+    torch.testing.assert_close(module.pe[0].double(), expected, atol=atol, rtol=0)
     assert torch.equal(module(torch.zeros(1, 40, d_model)), module.pe)
-    exact = posenc_ext.PositionalEncoding(d_model, 40, convention=name, precision="exact")
-    torch.testing.assert_close(exact.pe[0].double(), torch.from_numpy(expected), atol=2.5e-7, rtol=0)
+    exact = posenc_ext.PositionalEncoding(d_model, 40, convention=convention.name, precision="exact")
+    torch.testing.assert_close(exact.pe[0].double(), expected, atol=2.5e-7, rtol=0)
 
 
 # ---- sequence first --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"offset": 5}, {"positions": torch.arange(T) * 3}])
-def test_sequence_first_is_the_transpose(ids, x, options):
+@make.each("options", {"none": {}, "offset": {"offset": 5}, "positions": {"positions": torch.arange(T) * 3}})
+@make.each_layer_with_positions
+def test_sequence_first_is_the_transpose(kind, options):
     swapped = {k: v.unsqueeze(0).expand(B, T).t() if k == "positions" else v for k, v in options.items()}
-    for module, other, value in (
-        (layer(), layer(batch_first=False), ids),
-        (posenc_ext.PositionalEncoding(D), posenc_ext.PositionalEncoding(D, batch_first=False), x),
-        (learned(), learned(batch_first=False), x),
-    ):
-        expected = module(value, **options).transpose(0, 1)
-        assert torch.equal(other(value.transpose(0, 1), **swapped), expected)
-        # 1-D positions run along the sequence in either order.
-        assert torch.equal(other(value.transpose(0, 1).contiguous(), **options), expected)
+    value, other = argument(kind), layer(kind, batch_first=False)
+    expected = layer(kind)(value, **options).transpose(0, 1)
+    assert torch.equal(other(value.transpose(0, 1), **swapped), expected)
+    # 1-D positions run along the sequence in either order.
+    assert torch.equal(other(value.transpose(0, 1).contiguous(), **options), expected)
 
 
-def learned(**options) -> posenc_ext.LearnedPositionalEmbedding:
-    torch.manual_seed(4)
-    return posenc_ext.LearnedPositionalEmbedding(40, D, **options)
-
-
-@pytest.mark.parametrize("shape", [(), (T,), (2, B, T)])
+@make.each("shape", [(), (T,), (2, B, T)])
 def test_ids_of_any_rank(shape):
-    values = torch.randint(V, shape)
-    module = layer()
+    values, module = make.ids(shape), layer()
     got = module(values)
     assert got.shape == (*shape, D)
-    rows = module.weight[values] * module.token_scale
-    length = shape[-1] if shape else 1
-    pe = posenc_ext.PositionalEncoding(D, length).pe[0]
-    assert torch.equal(got, rows + (pe if shape else pe[0]))
+    pe = layer(POSITIONAL, max_len=shape[-1] if shape else 1).pe[0]
+    assert torch.equal(got, make.weight_of(module)[values] * module.token_scale + (pe if shape else pe[0]))
 
 
 # ---- where positions start -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["vaswani", "opennmt_tf", "fairseq"])
-def test_the_running_index_starts_at_the_first_position_of_the_convention(name, x, ids):
-    first = {"vaswani": 0, "opennmt_tf": 1, "fairseq": 2}[name]
+@make.each_convention
+def test_the_running_index_starts_at_the_first_position_of_the_convention(convention, x, ids):
+    name, first = convention.name, {"opennmt_tf": 1, "fairseq": 2}.get(convention.name, 0)
     rows = functional.positional_encoding(torch.arange(first, first + T), D, convention=name)
-    module = posenc_ext.PositionalEncoding(D, T, convention=name)
+    module = layer(POSITIONAL, max_len=T, convention=name)
     assert torch.equal(module(x), x + rows)
     assert torch.equal(module.pe[0], rows)
     embedding = layer(convention=name)
-    assert torch.equal(embedding(ids), embedding.weight[ids] * embedding.token_scale + rows)
-    # Explicit positions are taken as they are.
-    assert torch.equal(module(x, positions=torch.arange(first, first + T)), module(x))
-    # An offset moves both.
-    assert torch.equal(module(x, offset=4), module(x, positions=torch.arange(T), offset=first + 4))
-    assert torch.equal(embedding(ids, offset=4), embedding(ids, positions=torch.arange(T), offset=first + 4))
+    assert torch.equal(embedding(ids), make.weight_of(embedding)[ids] * embedding.token_scale + rows)
+    for each, value in ((module, x), (embedding, ids)):
+        # Explicit positions are taken as they are.
+        assert torch.equal(each(value, positions=torch.arange(first, first + T)), each(value))
+        # An offset moves both.
+        assert torch.equal(each(value, offset=4), each(value, positions=torch.arange(T), offset=first + 4))
 
 
-@pytest.mark.parametrize("name", ["vaswani", "fairseq", "marian"])
-@pytest.mark.parametrize("precision", [None, "exact"])
-@pytest.mark.parametrize("placing", [{}, {"offset": 9}, {"positions": torch.tensor([4, -2, 7, 0, 1, 9, 9])}])
-def test_the_functional_forms_are_the_modules(name, precision, placing, ids, x):
-    options = {"convention": name, "precision": precision}
+PLACES = {"none": {}, "offset": {"offset": 9}, "positions": {"positions": torch.tensor([4, -2, 7, 0, 1, 9, 9])}}
+
+
+@make.each_convention
+@make.each("precision", [None, "exact"])
+@make.each("place", PLACES)
+def test_the_functional_forms_are_the_modules(convention, precision, place, ids, x):
+    options = {"convention": convention.name, "precision": precision}
     module = layer(**options)
-    got = functional.embed(ids, module.weight, **placing, **options)
-    assert torch.equal(got, module(ids, **placing))
-    rows = functional.scaled_embedding(ids, module.weight)
-    assert torch.equal(functional.add_positional_encoding(rows, **placing, **options), got)
-    assert torch.equal(
-        functional.add_positional_encoding(x, **placing, **options),
-        posenc_ext.PositionalEncoding(D, **options)(x, **placing),
-    )
-    pe = functional.positional_encoding(placing.get("positions", T), D, offset=placing.get("offset", 0), **options)
+    got = functional.embed(ids, make.weight_of(module), **place, **options)
+    assert torch.equal(got, module(ids, **place))
+    rows = functional.scaled_embedding(ids, make.weight_of(module))
+    assert torch.equal(functional.add_positional_encoding(rows, **place, **options), got)
+    added = functional.add_positional_encoding(x, **place, **options)
+    assert torch.equal(added, layer(POSITIONAL, **options)(x, **place))
+    pe = functional.positional_encoding(place.get("positions", T), D, offset=place.get("offset", 0), **options)
     assert torch.equal(rows + pe, got)
 
 
@@ -278,33 +250,40 @@ POSITION_FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", POSITION_FORMS)
-def test_offset_equals_explicit_positions(form, ids, x):
-    positions = POSITION_FORMS[form](torch.arange(5, 5 + T))
-    for module, value in ((layer(), ids), (posenc_ext.PositionalEncoding(D), x), (learned(), x)):
-        assert torch.equal(module(value, positions=positions), module(value, offset=5))
-        assert torch.equal(module(value, positions=positions, offset=2), module(value, offset=7))
-        assert not torch.equal(module(value, offset=5), module(value))
+@make.each("form", POSITION_FORMS)
+@make.each_layer_with_positions
+def test_offset_equals_explicit_positions(form, kind):
+    positions, module, value = form(torch.arange(5, 5 + T)), layer(kind), argument(kind)
+    assert torch.equal(module(value, positions=positions), module(value, offset=5))
+    assert torch.equal(module(value, positions=positions, offset=2), module(value, offset=7))
+    assert not torch.equal(module(value, offset=5), module(value))
 
 
 def test_one_position_per_row_of_the_batch(ids):
     """[B, 1] positions: every row of a batch at its own place, as in decoding."""
-    module = layer()
-    step = ids[:, :1]
+    module, step = layer(), ids[:, :1]
     starts = torch.tensor([[4], [0], [9]])
     expected = torch.cat([module(step[i : i + 1], offset=int(starts[i])) for i in range(B)])
     assert torch.equal(module(step, positions=starts), expected)
 
 
-@pytest.mark.parametrize("convention", ["vaswani", "fairseq", "marian"])
-def test_decoding_step_by_step_equals_the_full_pass(ids, x, convention):
-    for module, value in (
-        (layer(convention=convention), ids),
-        (posenc_ext.PositionalEncoding(D, convention=convention), x),
-        (learned(), x),
-    ):
-        steps = [module(value[:, t : t + 1], offset=t) for t in range(T)]
-        assert torch.equal(torch.cat(steps, dim=1), module(value))
+def test_a_later_token_does_not_depend_on_those_before_it():
+    """Whatever stands before it, padding too: nothing is carried from token to token, in any convention."""
+    for options in ({"precision": p, "convention": c} for p in ("exact", "reference") for c in CONVENTIONS):
+        module = layer(width=64, padding_idx=0, **options)
+        ids = make.ids((1, 40))
+        skipped = ids.masked_fill(torch.arange(40) % 3 == 0, 0)
+        kept = ids == skipped
+        assert_same_bits(module(skipped)[kept], module(ids)[kept], f"{options}")
+
+
+@make.each("convention", ["vaswani", "fairseq", "marian"])
+@make.each_layer_with_positions
+def test_decoding_step_by_step_equals_the_full_pass(kind, convention):
+    module = layer(kind, **({} if kind.startswith("Learned") else {"convention": convention}))
+    value = argument(kind)
+    steps = [module(value[:, t : t + 1], offset=t) for t in range(T)]
+    assert torch.equal(torch.cat(steps, dim=1), module(value))
 
 
 def test_left_padding_with_explicit_positions_keeps_the_values():
@@ -320,58 +299,45 @@ def test_left_padding_with_explicit_positions_keeps_the_values():
     assert not torch.equal(module(padded)[1, -2:], module(sequences[1]))
 
 
-def test_positions_of_another_shape_are_refused(ids, x):
-    wrong = torch.arange(T + 1)
-    for module, value in ((layer(), ids), (posenc_ext.PositionalEncoding(D), x), (learned(), x)):
-        with pytest.raises(ValueError, match=rf"positions must .*\[{T + 1}\]"):
-            module(value, positions=wrong)
+@make.each_layer_with_positions
+def test_positions_of_another_shape_are_refused(kind):
+    with pytest.raises(ValueError, match=rf"positions must .*\[{T + 1}\]"):
+        layer(kind)(argument(kind), positions=torch.arange(T + 1))
 
 
-def test_x_of_another_width_is_refused(x):
-    for module in (posenc_ext.PositionalEncoding(D + 1), posenc_ext.LearnedPositionalEmbedding(40, D + 1)):
-        with pytest.raises(ValueError, match=f"width {D + 1}"):
-            module(x)
+@make.each("kind", [POSITIONAL, "LearnedPositionalEmbedding"])
+def test_x_of_another_width_is_refused(kind, x):
+    with pytest.raises(ValueError, match=f"width {D + 1}"):
+        layer(kind, width=D + 1)(x)
 
 
 # ---- learned positions end -------------------------------------------------------------------------------------------
 
 
 def test_learned_positions_end_where_sinusoids_go_on():
-    trained = posenc_ext.LearnedPositionalEmbedding(5, D)
-    longer = torch.zeros(1, 6, D)
-    with pytest.raises(IndexError, match=r"\[0, 5\).*got 0 to 5"):
-        trained(longer)
-    with pytest.raises(IndexError, match=r"\[0, 5\).*got 3 to 5"):
-        trained(longer[:, :3], offset=3)
-    with pytest.raises(IndexError, match=r"\[0, 5\).*got -1 to 0"):
-        trained(longer[:, :2], offset=-1)
+    trained, longer = layer("LearnedPositionalEmbedding", max_len=5), torch.zeros(1, 6, D)
+    for given, options, found in (
+        (longer, {}, "0 to 5"),
+        (longer[:, :3], {"offset": 3}, "3 to 5"),
+        (longer[:, :2], {"offset": -1}, "-1 to 0"),
+        (longer[:, :2], {"positions": torch.tensor([0, -1])}, "-1"),
+        (longer[:, :2], {"positions": torch.tensor([0, 5])}, "5"),
+    ):
+        with pytest.raises(IndexError, match=rf"LearnedPositionalEmbedding.*\[0, 5\).*got.*{found}"):
+            trained(given, **options)
     assert trained(longer[:, :5]).shape == (1, 5, D)
-    assert posenc_ext.PositionalEncoding(D, 5)(longer).shape == (1, 6, D)
-
-
-@pytest.mark.parametrize("position", [-1, 5])
-def test_learned_positions_refuse_explicit_ones_outside_by_name(position):
-    trained = posenc_ext.LearnedPositionalEmbedding(5, D)
-    with pytest.raises(IndexError, match=rf"LearnedPositionalEmbedding.*\[0, 5\).*{position}"):
-        trained(torch.zeros(1, 2, D), positions=torch.tensor([0, position]))
+    assert layer(POSITIONAL, max_len=5)(longer).shape == (1, 6, D)
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
-DROPPING = {
-    "TransformerEmbedding": lambda p: layer(dropout=p),
-    "PositionalEncoding": lambda p: posenc_ext.PositionalEncoding(D, dropout=p),
-    "LearnedPositionalEmbedding": lambda p: learned(dropout=p),
-}
 
-
-@pytest.mark.parametrize("kind", DROPPING)
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_dropout(kind, p, ids, x):
-    module = DROPPING[kind](p)
-    value = ids if kind == "TransformerEmbedding" else x
+@make.each_layer_with_positions
+@make.each("p", [0.0, 0.3, 1.0])
+def test_dropout(kind, p):
+    module, value = layer(kind, dropout=p), argument(kind)
     plain = module.eval()(value)
-    assert torch.equal(plain, DROPPING[kind](0.0)(value))
+    assert torch.equal(plain, layer(kind)(value))
     module.train()
     torch.manual_seed(5)
     got, following = module(value), torch.rand(1)
@@ -390,7 +356,7 @@ def test_gradient_goes_through_the_same_dropout_mask(ids):
     got.sum().backward()
     kept = (got != 0).float() * 2 * module.token_scale
     expected = torch.zeros(V, D).index_add_(0, ids.flatten(), kept.reshape(-1, D))
-    torch.testing.assert_close(module.weight.grad, expected)
+    torch.testing.assert_close(make.weight_of(module).grad, expected)
 
 
 # ---- the scale of tokens ---------------------------------------------------------------------------------------------
@@ -399,20 +365,12 @@ def test_gradient_goes_through_the_same_dropout_mask(ids):
 @pytest.mark.parametrize("token_scale", [None, 1.0, 0.5, 3])
 def test_token_scale(token_scale, ids):
     module = layer(token_scale=token_scale)
-    scale = SCALE if token_scale is None else token_scale
+    scale, weight = SCALE if token_scale is None else token_scale, make.weight_of(module)
     assert module.token_scale == scale
-    pe = posenc_ext.PositionalEncoding(D, T).pe[0]
-    assert torch.equal(module(ids), module.weight[ids] * scale + pe)
+    assert torch.equal(module(ids), weight[ids] * scale + layer(POSITIONAL, max_len=T).pe[0])
     module(ids).sum().backward()
     counts = torch.bincount(ids.flatten(), minlength=V).unsqueeze(1)
-    torch.testing.assert_close(module.weight.grad, (counts * scale).expand(V, D).float(), atol=1e-5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_layers_are_rounded_once(dtype, ids):
-    module = layer(dtype=dtype)
-    pe = posenc_ext.PositionalEncoding(D, T).pe[0]
-    assert torch.equal(module(ids), (module.weight.float()[ids] * SCALE + pe).to(dtype))
+    torch.testing.assert_close(weight.grad, (counts * scale).expand(V, D).float(), atol=1e-5, rtol=1e-6)
 
 
 # ---- tools that look at the weight -----------------------------------------------------------------------------------
@@ -420,68 +378,61 @@ def test_16_bit_layers_are_rounded_once(dtype, ids):
 
 def test_the_weight_and_the_scale_explain_the_output(ids):
     """Tools that call `F.embedding` on the weight find the scale as a public attribute."""
-    embeddings, whole = posenc_ext.Embeddings(D, V), layer()
+    embeddings, whole = layer("Embeddings"), layer()
     assert isinstance(embeddings.lut, nn.Embedding)
     # Not embeddings themselves: their forward is more than a lookup.
     assert not isinstance(embeddings, nn.Embedding)
     assert not isinstance(whole, nn.Embedding)
     assert torch.equal(F.embedding(ids, embeddings.lut.weight) * embeddings.token_scale, embeddings(ids))
-    pe = posenc_ext.PositionalEncoding(D, T).pe[0]
-    assert torch.equal(F.embedding(ids, whole.weight) * whole.token_scale + pe, whole(ids))
+    pe = layer(POSITIONAL, max_len=T).pe[0]
+    assert torch.equal(F.embedding(ids, make.weight_of(whole)) * whole.token_scale + pe, whole(ids))
 
 
 def test_embeddings_follow_their_lut(ids):
     """Replacing or resizing the inner table is common practice."""
-    module = posenc_ext.Embeddings(D, V)
+    module = layer("Embeddings")
     module.lut = nn.Embedding.from_pretrained(torch.randn(V + 5, D), freeze=True, padding_idx=2)
     assert torch.equal(module(ids + 5), module.lut(ids + 5) * SCALE)
     assert not module(ids).requires_grad
 
 
-def test_forward_changes_nothing_in_the_module(ids, x):
-    for module, value in (
-        (layer(dropout=0.1), ids),
-        (posenc_ext.Embeddings(D, V), ids),
-        (posenc_ext.PositionalEncoding(D), x),
-        (learned(), x),
-    ):
-        before = {k: v for k, v in vars(module).items() if not k.startswith("_")}
-        state = copy.deepcopy(module.state_dict())
-        original = value.clone()
-        module(value)
-        assert {k: v for k, v in vars(module).items() if not k.startswith("_")} == before
-        assert all(torch.equal(module.state_dict()[k], v) for k, v in state.items())
-        assert torch.equal(value, original)
+@make.each_layer
+def test_forward_changes_nothing_in_the_module(kind):
+    module, value = layer(kind, **({} if kind == "Embeddings" else {"dropout": 0.1})), argument(kind)
+    before = {k: v for k, v in vars(module).items() if not k.startswith("_")}
+    state, original = copy.deepcopy(module.state_dict()), value.clone()
+    module(value)
+    assert {k: v for k, v in vars(module).items() if not k.startswith("_")} == before
+    assert all(torch.equal(module.state_dict()[k], v) for k, v in state.items())
+    assert torch.equal(value, original)
 
 
 def test_the_result_is_never_an_input(ids, x):
     whole = layer()
-    nn.init.ones_(whole.weight)
-    one = posenc_ext.TransformerEmbedding(1, D, token_scale=1.0)  # the one row is the whole of its weight
+    nn.init.ones_(make.weight_of(whole))
+    one = layer(rows=1, token_scale=1.0)  # the one row is the whole of its weight
+    row, first = make.weight_of(one), torch.zeros(1, dtype=torch.long)
     for got, given in (
-        (whole(ids), (ids, whole.weight)),
-        (one(torch.zeros(1, dtype=torch.long)), (one.weight,)),
-        (functional.scaled_embedding(torch.zeros(1, dtype=torch.long), one.weight, token_scale=1.0), (one.weight,)),
-        (posenc_ext.PositionalEncoding(D)(x), (x,)),
-        (learned()(x), (x,)),
+        (whole(ids), (ids, make.weight_of(whole))),
+        (one(first), (row,)),
+        (functional.scaled_embedding(first, row, token_scale=1.0), (row,)),
+        (layer(POSITIONAL)(x), (x,)),
+        (layer("LearnedPositionalEmbedding")(x), (x,)),
     ):
         assert got.data_ptr() not in [t.data_ptr() for t in given]
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        (
-            posenc_ext.PositionalEncoding(D, 9, convention="marian", dropout=0.1),
-            ["8", "max_len=9", "'marian'", "'exact'"],
-        ),
-        (posenc_ext.TransformerEmbedding(V, D, padding_idx=-1), ["11, 8", "'vaswani'", "padding_idx=10", "2.82843"]),
-        (posenc_ext.LearnedPositionalEmbedding(9, D), ["9, 8"]),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_repr_tells_the_recipe(module, words):
-    assert all(word in repr(module) for word in words)
+REPR = {
+    "PositionalEncoding": ({"max_len": 9, "convention": "marian"}, ["8", "max_len=9", "'marian'", "'exact'"]),
+    "TransformerEmbedding": ({"padding_idx": -1}, ["11, 8", "'vaswani'", "padding_idx=10", "2.82843"]),
+    "LearnedPositionalEmbedding": ({"max_len": 9}, ["9, 8"]),
+}
+
+
+@make.each("kind", REPR.keys())
+def test_repr_tells_the_spec(kind):
+    options, words = REPR[kind]
+    assert all(word in repr(layer(kind, **options)) for word in words)
 
 
 # ---- refused at construction -----------------------------------------------------------------------------------------
@@ -506,54 +457,50 @@ def test_sizes_must_be_positive(case, size):
         cls(**SIZES[case], **{argument: size})
 
 
+DROPOUT = r"dropout must lie in \[0, 1\], got "
+
+
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("kind", "options", "message"),
     [
-        (lambda: layer(padding_idx=V), rf"padding_idx must lie in \[-{V}, {V}\), got {V}"),
-        (lambda: posenc_ext.Embeddings(D, V, padding_idx=-V - 1), rf"padding_idx must lie in .* got -{V + 1}"),
-        (lambda: layer(max_norm=0.0), "max_norm must be positive, got 0.0"),
-        (lambda: posenc_ext.Embeddings(D, V, max_norm=-1.0), "max_norm must be positive, got -1.0"),
-        (lambda: layer(max_norm=math.nan), "max_norm must be positive, got nan"),
-        (lambda: layer(dropout=1.5), r"dropout must lie in \[0, 1\], got 1.5"),
-        (lambda: posenc_ext.PositionalEncoding(D, dropout=-0.1), r"dropout must lie in \[0, 1\], got -0.1"),
-        (lambda: learned(dropout=2), r"dropout must lie in \[0, 1\], got 2"),
-        (lambda: layer(convention="nobody"), "convention must be .*'vaswani'.* got 'nobody'"),
-        (lambda: posenc_ext.PositionalEncoding(D, convention="nobody"), "convention must be .* got 'nobody'"),
-        (lambda: layer(precision="double"), "precision must be one of .* got 'double'"),
-        (lambda: posenc_ext.PositionalEncoding(D, precision="half"), "precision must be one of .* got 'half'"),
-        (lambda: posenc_ext.Convention(base=0.5), "base must be finite and at least 1, got 0.5"),
-        (lambda: posenc_ext.Convention(layout="rows"), "layout must be one of .* got 'rows'"),
+        ("TransformerEmbedding", {"padding_idx": V}, rf"padding_idx must lie in \[-{V}, {V}\), got {V}"),
+        ("Embeddings", {"padding_idx": -V - 1}, rf"padding_idx must lie in .* got -{V + 1}"),
+        ("TransformerEmbedding", {"max_norm": 0.0}, "max_norm must be positive, got 0.0"),
+        ("Embeddings", {"max_norm": -1.0}, "max_norm must be positive, got -1.0"),
+        ("TransformerEmbedding", {"max_norm": math.nan}, "max_norm must be positive, got nan"),
+        ("TransformerEmbedding", {"dropout": 1.5}, DROPOUT + "1.5"),
+        ("PositionalEncoding", {"dropout": -0.1}, DROPOUT + "-0.1"),
+        ("LearnedPositionalEmbedding", {"dropout": 2}, DROPOUT + "2"),
+        ("TransformerEmbedding", {"convention": "nobody"}, "convention must be .*'vaswani'.* got 'nobody'"),
+        ("PositionalEncoding", {"convention": "nobody"}, "convention must be .* got 'nobody'"),
+        ("TransformerEmbedding", {"precision": "double"}, "precision must be one of .* got 'double'"),
+        ("PositionalEncoding", {"precision": "half"}, "precision must be one of .* got 'half'"),
     ],
 )
-def test_options_are_checked_at_construction(build, message):
+def test_options_are_checked_at_construction(kind, options, message):
     with pytest.raises(ValueError, match=message):
-        build()
+        layer(kind, **options)
 
 
 @pytest.mark.parametrize("d_model", [1, 2, 3])
-@pytest.mark.parametrize("convention", sorted(posenc_ext.CONVENTIONS))
-def test_tiny_widths(d_model, convention, ids):
-    for module, value in (
-        (posenc_ext.TransformerEmbedding(V, d_model, convention=convention), ids),
-        (posenc_ext.PositionalEncoding(d_model, convention=convention), torch.zeros(B, T, d_model)),
-    ):
-        got = module(value)
-        assert got.shape == (B, T, d_model)
-        assert got.isfinite().all()
+@make.each_convention
+@make.each("kind", ["TransformerEmbedding", POSITIONAL])
+def test_tiny_widths(kind, d_model, convention):
+    got = layer(kind, width=d_model, convention=convention)(argument(kind, width=d_model))
+    assert got.shape == (B, T, d_model)
+    assert got.isfinite().all()
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, T), (B, 0)])
-def test_empty_input(shape):
-    for module, value in (
-        (layer(), torch.empty(shape, dtype=torch.long)),
-        (posenc_ext.Embeddings(D, V), torch.empty(shape, dtype=torch.long)),
-        (posenc_ext.PositionalEncoding(D), torch.empty(*shape, D)),
-        (learned(), torch.empty(*shape, D)),
-    ):
-        assert module(value).shape == (*shape, D)
-    whole = layer()
-    whole(torch.empty(shape, dtype=torch.long)).sum().backward()
-    assert torch.equal(whole.weight.grad, torch.zeros(V, D))
+@make.each("shape", [(0,), (0, T), (B, 0)])
+@make.each_layer
+def test_empty_input(kind, shape):
+    module = layer(kind)
+    value = torch.empty(shape, dtype=torch.long) if kind in make.OF_IDS else torch.empty(*shape, D)
+    got = module(value)
+    assert got.shape == (*shape, D)
+    if kind in make.OF_IDS:
+        got.sum().backward()
+        assert torch.equal(make.weight_of(module).grad, torch.zeros(V, D))
 
 
 # ---- the options of nn.Embedding -------------------------------------------------------------------------------------
@@ -575,65 +522,54 @@ FLAGS = {
 
 
 def with_flags(kind: str, flags: dict) -> tuple[nn.Module, nn.Parameter, nn.Embedding]:
-    torch.manual_seed(6)
-    expected = nn.Embedding(V, D, **flags)
-    torch.manual_seed(6)
-    if kind == "Embeddings":
-        module = posenc_ext.Embeddings(D, V, **flags)
-        return module, module.lut.weight, expected
-    module = posenc_ext.TransformerEmbedding(V, D, **flags)
-    return module, module.weight, expected
+    """A module, its weight, and nn.Embedding of the same numbers."""
+    module = layer(kind, **flags)
+    torch.manual_seed(3)
+    return module, make.weight_of(module), nn.Embedding(V, D, **flags)
 
 
-@pytest.mark.parametrize("kind", ["Embeddings", "TransformerEmbedding"])
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@make.each_layer_of_ids
+@make.each("flags", FLAGS)
 def test_flags_act_as_in_nn_embedding(kind, flags, ids):
     module, weight, embedding = with_flags(kind, flags)
     untouched = weight.detach().clone()
     got, expected = module(ids), embedding(ids) * SCALE
     if kind == "TransformerEmbedding":
-        expected = expected + posenc_ext.PositionalEncoding(D, T).pe
+        expected = expected + layer(POSITIONAL, max_len=T).pe
     assert torch.equal(got, expected)
     assert torch.equal(weight, embedding.weight)
     assert ("max_norm" in flags) == (not torch.equal(weight, untouched))
-    factor = torch.randn(B, T, D)
-    (got * factor).sum().backward()
-    (expected * factor).sum().backward()
-    assert weight.grad.layout == embedding.weight.grad.layout
+    assert_same_gradients(got, expected, (weight, embedding.weight))
     assert weight.grad.is_sparse == flags.get("sparse", False)
-    torch.testing.assert_close(weight.grad.to_dense(), embedding.weight.grad.to_dense(), atol=1e-5, rtol=1e-6)
     if (padding := flags.get("padding_idx")) is not None:
         assert weight.grad.to_dense()[padding].count_nonzero() == 0
 
 
 def test_sparse_with_frequency_scaling_divides_too(ids):
     """nn.Embedding refuses the pair; here the counts are known."""
-    dense, sparse = layer(scale_grad_by_freq=True), layer(scale_grad_by_freq=True, sparse=True)
-    for module in (dense, sparse):
+    weights = []
+    for options in ({}, {"sparse": True}):
+        module = layer(scale_grad_by_freq=True, **options)
         module(ids).sum().backward()
-    assert sparse.weight.grad.is_sparse
-    assert torch.equal(sparse.weight.grad.to_dense(), dense.weight.grad)
+        weights.append(make.weight_of(module))
+    dense, sparse = (weight.grad for weight in weights)
+    assert sparse.is_sparse
+    assert torch.equal(sparse.to_dense(), dense)
     used = torch.bincount(ids.flatten(), minlength=V).gt(0).float().unsqueeze(1)
-    torch.testing.assert_close(dense.weight.grad, (used * SCALE).expand(V, D))
+    torch.testing.assert_close(dense, (used * SCALE).expand(V, D))
 
 
-def test_sparse_gradient_is_coalesced(ids):
+def test_sparse_gradient_is_coalesced_and_stays_so_when_it_is_stored(ids):
     module = layer(sparse=True)
-    (gradient,) = torch.autograd.grad(module(ids).sum(), module.weight)
-    assert gradient.is_coalesced()
-    rows = gradient.indices()[0]
-    assert torch.equal(rows, ids.unique())
-
-
-def test_sparse_gradient_stays_coalesced_when_it_is_stored(ids):
-    module = layer(sparse=True)
+    weight = make.weight_of(module)
+    (gradient,) = torch.autograd.grad(module(ids).sum(), weight)
     module(ids).sum().backward()
-    stored = module.weight.grad
-    assert stored.is_coalesced()
-    assert torch.equal(stored.indices()[0], ids.unique())
+    for found in (gradient, weight.grad):
+        assert found.is_coalesced()
+        assert torch.equal(found.indices()[0], ids.unique())
 
 
-@pytest.mark.parametrize("how", ["two backward passes", "two uses"])
+@make.each("how", ["two backward passes", "two uses"])
 def test_sums_of_sparse_gradients_are_not_called_coalesced_if_they_are_not(ids, how):
     module, dense = layer(sparse=True), layer()
     for part in (module, dense):
@@ -642,13 +578,13 @@ def test_sums_of_sparse_gradients_are_not_called_coalesced_if_they_are_not(ids, 
         else:
             part(ids).sum().backward()
             part(ids).sum().backward()
-    stored = module.weight.grad
+    stored = make.weight_of(module).grad
     rows = stored._indices()[0]
     assert not stored.is_coalesced() or torch.equal(rows, rows.unique())
-    assert torch.equal(stored.coalesce().to_dense(), dense.weight.grad)
+    assert torch.equal(stored.coalesce().to_dense(), make.weight_of(dense).grad)
 
 
-@pytest.mark.parametrize("kind", ["Embeddings", "TransformerEmbedding"])
+@make.each_layer_of_ids
 def test_sparse_batch_of_only_padding(kind):
     module, weight, _ = with_flags(kind, {"sparse": True, "padding_idx": 4})
     before = weight.detach().clone()
@@ -659,11 +595,11 @@ def test_sparse_batch_of_only_padding(kind):
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("kind", ["Embeddings", "TransformerEmbedding"])
+@make.each_layer_of_ids
 def test_sparse_adam_trains(kind, ids):
     module, weight, embedding = with_flags(kind, {"sparse": True})
     optimizers = [torch.optim.SparseAdam([w], lr=0.1) for w in (weight, embedding.weight)]
-    pe = posenc_ext.PositionalEncoding(D, T).pe if kind == "TransformerEmbedding" else 0
+    pe = layer(POSITIONAL, max_len=T).pe if kind == "TransformerEmbedding" else 0
     for _ in range(3):
         for optimizer, output in zip(optimizers, (module(ids), embedding(ids) * SCALE + pe), strict=True):
             optimizer.zero_grad()
@@ -679,7 +615,7 @@ def after_max_norm(embedding, weight, ids):
     before.backward()
 
 
-@pytest.mark.parametrize("kind", ["Embeddings", "TransformerEmbedding"])
+@make.each_layer_of_ids
 def test_max_norm_tells_autograd_about_its_edit(kind, ids):
     module, weight, embedding = with_flags(kind, {"max_norm": 1.0})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -689,8 +625,8 @@ def test_max_norm_tells_autograd_about_its_edit(kind, ids):
 
 
 @pytest.mark.parametrize("bad", [V, -1])
-@pytest.mark.parametrize("kind", ["Embeddings", "TransformerEmbedding"])
-def test_bad_ids_leave_the_weight_alone_under_max_norm(kind, bad):
+@make.each_layer_of_ids
+def test_out_of_range_ids_leave_the_weight_alone_under_max_norm(kind, bad):
     module, weight, _ = with_flags(kind, {"max_norm": 0.1})
     before = weight.detach().clone()
     with pytest.raises(IndexError, match=rf"\[0, {V}\), got {bad} at input\[2\]"):
@@ -714,21 +650,18 @@ def test_max_norm_of_a_view_of_a_larger_tensor():
 
 def test_frozen_weight_gets_no_gradient(ids):
     module = layer()
-    module.weight.requires_grad_(False)
+    make.weight_of(module).requires_grad_(False)
     assert not module(ids).requires_grad
 
 
 # ---- fuse ------------------------------------------------------------------------------------------------------------
 
 
-def pair(kind: str, dropout: float | None = None, **flags) -> nn.Sequential:
-    torch.manual_seed(7)
-    if kind == "reference":
-        parts: list[nn.Module] = [reference.Embeddings(D, V), reference.PositionalEncoding(D, 50)]
-    elif kind == "mixed":
-        parts = [reference.Embeddings(D, V), posenc_ext.PositionalEncoding(D)]
-    else:
-        parts = [posenc_ext.Embeddings(D, V, **flags), posenc_ext.PositionalEncoding(D)]
+def sequence(kind: str, dropout: float | None = None) -> nn.Sequential:
+    """What fuse takes, of the package's modules, of the textbook's, or of one each."""
+    parts = list(pair(posenc_ext if kind == "fused" else reference))
+    if kind == "mixed":
+        parts[1] = posenc_ext.PositionalEncoding(D)
     return nn.Sequential(*parts, *([] if dropout is None else [nn.Dropout(dropout)]))
 
 
@@ -743,11 +676,11 @@ def close_to(kind: str, got: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [None, 0.0, 0.4])
 def test_fuse(kind, dropout, ids):
-    module = pair(kind, dropout)
+    module = sequence(kind, dropout)
     fused = posenc_ext.fuse(module)
     assert type(fused) is posenc_ext.TransformerEmbedding
-    assert fused.weight is module[0].lut.weight
-    assert not fused.weight.is_meta
+    assert make.weight_of(fused) is module[0].lut.weight
+    assert not make.weight_of(fused).is_meta
     assert fused.dropout == (dropout or 0.0)
     assert fused.training
     torch.manual_seed(8)
@@ -757,37 +690,31 @@ def test_fuse(kind, dropout, ids):
     assert close_to(kind, posenc_ext.fuse(module.eval())(ids), module(ids))  # the mode goes over too
 
 
-def test_fuse_takes_the_recipe_over(ids):
+def test_fuse_takes_the_spec_over(ids):
     module = nn.Sequential(
         posenc_ext.Embeddings(D, V),
         posenc_ext.PositionalEncoding(D, convention="fairseq", precision="exact", dropout=0.3, batch_first=False),
     )
     fused = posenc_ext.fuse(module)
-    assert (fused.convention.name, fused.precision, fused.dropout, fused.batch_first) == (
-        "fairseq",
-        "exact",
-        0.3,
-        False,
-    )
+    found = (fused.convention.name, fused.precision, fused.dropout, fused.batch_first)
+    assert found == ("fairseq", "exact", 0.3, False)
     assert torch.equal(fused.eval()(ids), module.eval()(ids))
 
 
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@make.each("flags", FLAGS)
 def test_fuse_takes_the_flags_over(flags, ids):
-    module, twin = pair("fused", **flags), pair("fused", **flags)
+    module, twin = pair(**flags), pair(**flags)
     fused = posenc_ext.fuse(module)
     assert torch.equal(fused(ids), twin(ids))
-    assert torch.equal(fused.weight, twin[0].lut.weight)
-    fused(ids).square().sum().backward()
-    twin(ids).square().sum().backward()
-    torch.testing.assert_close(fused.weight.grad.to_dense(), twin[0].lut.weight.grad.to_dense(), atol=1e-5, rtol=1e-6)
+    assert torch.equal(make.weight_of(fused), twin[0].lut.weight)
+    assert_same_gradients(fused(ids), twin(ids), (make.weight_of(fused), twin[0].lut.weight))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fuse_inside_a_model(kind, ids):
     """Encoder and decoder inputs of a larger model, one deep inside, and an output layer tied to the table."""
     model = nn.ModuleDict(
-        {"source": pair(kind), "decoder": nn.ModuleList([nn.ModuleDict({"target": pair(kind, 0.1)})])}
+        {"source": sequence(kind), "decoder": nn.ModuleList([nn.ModuleDict({"target": sequence(kind, 0.1)})])}
     )
     model["output"] = nn.Linear(D, V, bias=False)
     model["output"].weight = model["source"][0].lut.weight
@@ -799,12 +726,12 @@ def test_fuse_inside_a_model(kind, ids):
     assert set(model.parameters()) == parameters
     for got, value in zip((model["source"](ids), model["decoder"][0]["target"](ids)), expected, strict=True):
         assert close_to(kind, got, value)
-    assert model["output"].weight is model["source"].weight
+    assert model["output"].weight is make.weight_of(model["source"])
 
 
 def test_tied_output_layer_trains_as_before_fusing(ids):
     def model() -> nn.ModuleDict:
-        result = nn.ModuleDict({"input": pair("reference"), "output": nn.Linear(D, V, bias=False)})
+        result = nn.ModuleDict({"input": pair(reference), "output": nn.Linear(D, V, bias=False)})
         result["output"].weight = result["input"][0].lut.weight
         return result
 
@@ -820,19 +747,19 @@ def test_tied_output_layer_trains_as_before_fusing(ids):
 
 
 def test_optimizers_keep_working_after_fuse(ids):
-    module = pair("fused")
+    module = pair()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     fused = posenc_ext.fuse(module)
-    before = fused.weight.detach().clone()
+    before = make.weight_of(fused).detach().clone()
     fused(ids).sum().backward()
     optimizer.step()
-    assert not torch.equal(fused.weight, before)
+    assert not torch.equal(make.weight_of(fused), before)
 
 
 def test_fuse_keeps_a_frozen_table_frozen():
-    module = pair("fused")
+    module = pair()
     module.requires_grad_(False)
-    assert not posenc_ext.fuse(module).weight.requires_grad
+    assert not make.weight_of(posenc_ext.fuse(module)).requires_grad
 
 
 class Louder(posenc_ext.Embeddings):
@@ -860,28 +787,28 @@ NOT_FUSIBLE = {
     "nothing": lambda: nn.Linear(2, 2),
     "embeddings alone": lambda: nn.Sequential(posenc_ext.Embeddings(D, V)),
     "embeddings, no container": lambda: posenc_ext.Embeddings(D, V),
-    "already fused": lambda: posenc_ext.TransformerEmbedding(V, D),
+    "already fused": lambda: layer(),
     "other order": lambda: nn.Sequential(posenc_ext.PositionalEncoding(D), posenc_ext.Embeddings(D, V)),
     "learned positions": lambda: nn.Sequential(
         posenc_ext.Embeddings(D, V), posenc_ext.LearnedPositionalEmbedding(50, D)
     ),
     "bare lookup": lambda: nn.Sequential(nn.Embedding(V, D), posenc_ext.PositionalEncoding(D)),
-    "norm after": lambda: nn.Sequential(*pair("fused"), nn.LayerNorm(D)),
-    "dropout by channel": lambda: nn.Sequential(*pair("fused"), nn.Dropout1d(0.1)),
-    "more after": lambda: nn.Sequential(*pair("fused", 0.1), nn.Identity()),
+    "norm after": lambda: nn.Sequential(*pair(), nn.LayerNorm(D)),
+    "dropout by channel": lambda: nn.Sequential(*pair(), nn.Dropout1d(0.1)),
+    "more after": lambda: nn.Sequential(*sequence("fused", 0.1), nn.Identity()),
     "subclass of embeddings": lambda: nn.Sequential(Louder(D, V), posenc_ext.PositionalEncoding(D)),
     "subclass of encoding": lambda: nn.Sequential(posenc_ext.Embeddings(D, V), Quieter(D)),
     "two dropouts": lambda: nn.Sequential(
         posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D, dropout=0.1), nn.Dropout(0.1)
     ),
     "two widths": lambda: nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D + 2)),
-    "another kind of lookup": lambda: edited(pair("reference"), lambda m: setattr(m[0], "lut", Counting(V, D))),
-    "an edited table": lambda: edited(pair("reference"), lambda m: m[1].pe.mul_(0.5)),
-    "hook on the embeddings": lambda: edited(pair("fused"), lambda m: m[0].register_forward_hook(lambda *a: a[2] * 2)),
+    "another kind of lookup": lambda: edited(pair(reference), lambda m: setattr(m[0], "lut", Counting(V, D))),
+    "an edited table": lambda: edited(pair(reference), lambda m: m[1].pe.mul_(0.5)),
+    "hook on the embeddings": lambda: edited(pair(), lambda m: m[0].register_forward_hook(lambda *a: a[2] * 2)),
     "hook on the encoding": lambda: edited(
-        pair("fused"), lambda m: m[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        pair(), lambda m: m[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     ),
-    "hook on the whole": lambda: edited(pair("fused"), lambda m: m.register_forward_hook(lambda *a: a[2] * 2)),
+    "hook on the whole": lambda: edited(pair(), lambda m: m.register_forward_hook(lambda *a: a[2] * 2)),
 }
 
 
@@ -891,20 +818,20 @@ def test_fuse_refuses_what_computes_something_else(case):
     with pytest.raises(ValueError, match=rf"posenc_ext\.fuse: module must .* got {type(module).__name__}"):
         posenc_ext.fuse(module)
     # Inside a model it is left as it is.
-    model = nn.Sequential(nn.Sequential(pair("fused"), nn.Identity()), module)
+    model = nn.Sequential(nn.Sequential(pair(), nn.Identity()), module)
     assert posenc_ext.fuse(model)[1] is module
 
 
 def test_fuse_keeps_a_scale_that_was_changed(ids):
     """token_scale is a public attribute; models without the factor set it to 1."""
-    module = pair("fused")
+    module = pair()
     module[0].token_scale = 1.0
     assert torch.equal(posenc_ext.fuse(module)(ids), module(ids))
 
 
 def test_fuse_keeps_sharing_a_layer_used_twice(ids):
     """Encoder and decoder that share one input layer still share one after fusing."""
-    shared = pair("fused")
+    shared = pair()
     model = nn.ModuleDict({"encoder": nn.ModuleDict({"embed": shared}), "decoder": nn.ModuleDict({"embed": shared})})
     model["again"] = shared
     expected = shared(ids)
@@ -916,10 +843,10 @@ def test_fuse_keeps_sharing_a_layer_used_twice(ids):
 
 
 def test_fused_layer_loads_the_checkpoint_of_what_it_replaced(ids):
-    model = nn.ModuleDict({"embed": pair("reference", 0.1)}).eval()
+    model = nn.ModuleDict({"embed": sequence("reference", 0.1)}).eval()
     checkpoint = copy.deepcopy(model.state_dict())
     expected = model["embed"](ids)
     posenc_ext.fuse(model)
-    nn.init.zeros_(model["embed"].weight)
+    nn.init.zeros_(make.weight_of(model["embed"]))
     assert model.load_state_dict(checkpoint, strict=True).missing_keys == []
     torch.testing.assert_close(model["embed"](ids), expected, atol=4e-6, rtol=0)

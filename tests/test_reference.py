@@ -3,10 +3,12 @@
 import itertools
 import math
 
+import make
 import mpmath
 import numpy as np
 import pytest
 import torch
+from helpers import default_dtype, fields
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 9, 16)
 POSITIONS = (0, 1, 2, 3, 17, 4999, 2**24, -5, 0.5, -1234.25)
 
 
-def wave_of_column(p, j, d, *, base=10000.0, divisor="d", layout="interleaved", odd="sine"):
+def column(p, j, d, *, base=10000.0, divisor="d", layout="interleaved", odd="sine"):
     """Column j of the encoding of p with 50 digits: one column at a time, straight from the definition."""
     with mpmath.workdps(50):
         half, p = d // 2, mpmath.mpf(p)
@@ -38,8 +40,8 @@ def wave_of_column(p, j, d, *, base=10000.0, divisor="d", layout="interleaved", 
         return float(getattr(mpmath, function)(p * w(k)))
 
 
-def table_of_columns(positions, d, **recipe):
-    return np.array([[wave_of_column(p, j, d, **recipe) for j in range(d)] for p in positions])
+def table_of_columns(positions, d, **spec):
+    return np.array([[column(p, j, d, **spec) for j in range(d)] for p in positions])
 
 
 # ---- Embeddings ------------------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def test_positional_encoding_table(d):
 
 
 def test_positional_encoding_table_is_formed_in_float32():
-    """Old checkpoints hold the waves of the angle that float32 gives: every step of the formula rounded."""
+    """Old checkpoints hold the sine and cosine of the angle that float32 gives: every step of the formula rounded."""
     d, p, f32 = 64, 4999, np.float32
     row = reference.PositionalEncoding(d, max_len=5000).pe[0, p].tolist()
     for k in range(d // 2):
@@ -117,11 +119,8 @@ def test_positional_encoding_ends_with_its_table():
 
 
 def test_positional_encoding_defaults_to_5000_positions_whatever_the_default_dtype():
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         module = reference.PositionalEncoding(2)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert module.pe.shape == (1, 5000, 2)
     # sin and cos of 4999 are those of its angle in float32, which is exact for whole numbers.
     np.testing.assert_allclose(module.pe[0, 4999].tolist(), [math.sin(4999), math.cos(4999)], atol=1e-7)
@@ -180,26 +179,23 @@ def test_numpy_table_refuses(seq_len, d_model, message):
 # ---- sinusoid_table --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("odd", ["sine", "zero", "round_up"])
-@pytest.mark.parametrize("layout", ["interleaved", "sin_cos", "cos_sin"])
-@pytest.mark.parametrize("divisor", ["d", "half_minus_1"])
-def test_table_of_every_recipe_against_mpmath(divisor, layout, odd):
-    recipe = {"divisor": divisor, "layout": layout, "odd": odd}
+@make.each("convention", [c for base in (10000.0, 500.0) for c in make.every_combination(base=base)])
+def test_table_of_every_convention_against_mpmath(convention):
     # The bound that the docstring gives.
     bound = 2.0**-52 * (1 + np.abs(POSITIONS))[:, np.newaxis]
-    for d, base in itertools.product(WIDTHS, (10000.0, 500.0)):
-        table = reference.sinusoid_table(POSITIONS, d, base=base, **recipe)
+    for d in WIDTHS:
+        table = reference.sinusoid_table(POSITIONS, d, **fields(convention))
         assert table.shape == (len(POSITIONS), d)
         assert table.dtype == np.float64
-        error = np.abs(table - table_of_columns(POSITIONS, d, base=base, **recipe))
-        assert (error <= bound).all(), (d, base, error.max())
+        error = np.abs(table - table_of_columns(POSITIONS, d, **fields(convention)))
+        assert (error <= bound).all(), (d, error.max())
 
 
 def test_table_rows_written_out():
     s, c = math.sin, math.cos
 
-    def row(d, **recipe):
-        return reference.sinusoid_table(1, d, **recipe).tolist()
+    def row(d, **spec):
+        return reference.sinusoid_table(1, d, **spec).tolist()
 
     near = pytest.approx
     assert row(4) == near([s(1), c(1), s(0.01), c(0.01)], abs=1e-15)

@@ -1,11 +1,14 @@
 """The mathematics alone: frequencies, reduction of angles, polynomials."""
 
+import make
 import mpmath
 import numpy as np
 import pytest
 import torch
+from helpers import exponent
 
-from posenc_ext import _C
+from posenc_ext import _C, Convention
+from posenc_ext.conventions import DIVISORS
 
 ANGLE_BOUND32 = 1.1e-7
 ANGLE_BOUND64 = 4e-16
@@ -53,7 +56,7 @@ def test_phase64_error():
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_phase_symmetry(bits):
-    """A quarter turn swaps the waves, and turning back negates the sine, both to the last bit."""
+    """A quarter turn swaps sine and cosine, and turning back negates the sine, both to the last bit."""
     sincos = getattr(_C, f"sincos_of_phase{bits}")
     phases = phases32() if bits == 32 else phases64(20_000)
     quarter = phases.dtype.type(1 << (bits - 2))
@@ -122,49 +125,47 @@ def test_tiny_angles():
 
 # ---- frequencies -----------------------------------------------------------------------------------------------------
 
-# base, divisor (0: d, 1: half_minus_1), width, pairs
-RECIPES = [
-    (10000.0, 0, 512, 256),
-    (10000.0, 1, 512, 256),
-    (10000.0, 0, 1, 1),
-    (10000.0, 1, 1, 1),
-    (10000.0, 0, 2, 1),
-    (10000.0, 1, 2, 1),
-    (10000.0, 1, 3, 2),
-    (10000.0, 1, 4, 2),
-    (10000.0, 0, 7, 4),
-    (1.0, 0, 64, 32),
-    (2.0, 0, 130, 65),
-    (2.0, 1, 130, 65),
-    (3.7, 0, 6, 3),
-    (1.0 + 2.0**-52, 0, 10, 5),
-    (500000.0, 0, 128, 64),
-    (1e300, 0, 100, 50),
-    (1e300, 1, 4, 2),
-    (1.7976931348623157e308, 0, 50, 25),
-    (10000.0, 0, 16384, 8192),
-    (10000.0, 1, 10**9, 9),
-    (10000.0, 0, 2**40, 9),
-    (10000.0, 0, 2**62, 3),
+# base, divisor, width, pairs
+TABLES = [
+    *[
+        (10000.0, divisor, width, pairs)
+        for divisor in DIVISORS
+        for width, pairs in ((512, 256), (1, 1), (2, 1), (7, 4))
+    ],
+    (10000.0, "half_minus_1", 3, 2),
+    (10000.0, "half_minus_1", 4, 2),
+    (1.0, "d", 64, 32),
+    *[(2.0, divisor, 130, 65) for divisor in DIVISORS],
+    (3.7, "d", 6, 3),
+    (1.0 + 2.0**-52, "d", 10, 5),
+    (500000.0, "d", 128, 64),
+    (1e300, "d", 100, 50),
+    (1e300, "half_minus_1", 4, 2),
+    (1.7976931348623157e308, "d", 50, 25),
+    (10000.0, "d", 16384, 8192),
+    (10000.0, "half_minus_1", 10**9, 9),
+    (10000.0, "d", 2**40, 9),
+    (10000.0, "d", 2**62, 3),
 ]
+each_table = pytest.mark.parametrize(("base", "divisor", "width", "pairs"), TABLES)
 
 
-def exponent_of(divisor, width):
-    """(numerator, denominator) of the exponent -k * numerator / denominator."""
-    return (2, width) if divisor == 0 else (1, max(width // 2 - 1, 1))
+def frequency_table(base, divisor, width, pairs):
+    """The table, and (numerator, denominator) of the exponent -k * numerator / denominator."""
+    return _C.frequency_table(base, DIVISORS[divisor], width, pairs), *exponent(width, Convention(divisor=divisor))
 
 
 def some_of(pairs):
-    """Every pair of a small recipe, some of a large one; always the last."""
+    """Every pair of a small table, some of a large one; always the last."""
     return sorted({*range(0, pairs, max(1, pairs // 64)), pairs - 1})
 
 
-@pytest.mark.parametrize(("base", "divisor", "width", "pairs"), RECIPES)
+@each_table
 def test_turns_to_128_bits(base, divisor, width, pairs):
-    words = _C.frequency_table(base, divisor, width, pairs)["turns"]
+    table, numerator, denominator = frequency_table(base, divisor, width, pairs)
+    words = table["turns"]
     assert words.shape == (4, pairs)
     assert words.dtype == np.uint32
-    numerator, denominator = exponent_of(divisor, width)
     with mpmath.workdps(70):
         for k in some_of(pairs):
             got = sum(int(words[i, k]) << (96 - 32 * i) for i in range(4))
@@ -172,13 +173,13 @@ def test_turns_to_128_bits(base, divisor, width, pairs):
             assert abs(got - want) <= 8, (k, float(got - want))
 
 
-@pytest.mark.parametrize(("base", "divisor", "width", "pairs"), RECIPES)
+@each_table
 def test_angular_is_correctly_rounded(base, divisor, width, pairs):
     """exp(fl32(n k) * fl32(-ln(base) / denominator)) to the nearest fp32 number."""
-    angular = _C.frequency_table(base, divisor, width, pairs)["angular"]
+    table, numerator, denominator = frequency_table(base, divisor, width, pairs)
+    angular = table["angular"]
     assert angular.shape == (pairs,)
     assert angular.dtype == np.float32
-    numerator, denominator = exponent_of(divisor, width)
     step = np.float32(-np.log(base) / denominator)
     with mpmath.workdps(40):
         for k in some_of(pairs):
@@ -189,17 +190,13 @@ def test_angular_is_correctly_rounded(base, divisor, width, pairs):
                 assert error <= abs(mpmath.mpf(float(other)) - want), k
 
 
-def torch_table(base, divisor, width, pairs):
-    numerator, denominator = exponent_of(divisor, width)
-    k = torch.arange(0, numerator * pairs, numerator, dtype=torch.float32)
-    return torch.exp(k * (-np.log(base) / denominator)).numpy()
-
-
-@pytest.mark.parametrize(("divisor", "width"), [(0, 64), (0, 512), (0, 1024), (1, 512), (1, 768), (0, 4096)])
+@make.each("divisor", DIVISORS.keys())
+@pytest.mark.parametrize("width", [64, 512, 768, 4096])
 def test_angular_against_torch_exp(divisor, width):
     """torch.exp rounds nearly every frequency as we do, and never strays by more than one unit."""
-    ours = _C.frequency_table(10000.0, divisor, width, width // 2)["angular"]
-    theirs = torch_table(10000.0, divisor, width, width // 2)
+    table, numerator, denominator = frequency_table(10000.0, divisor, width, width // 2)
+    k = torch.arange(0, numerator * (width // 2), numerator, dtype=torch.float32)
+    ours, theirs = table["angular"], torch.exp(k * (-np.log(10000.0) / denominator)).numpy()
     assert (ours == theirs).mean() >= 0.95
     assert np.abs(ours.view(np.int32) - theirs.view(np.int32)).max() <= 1
 

@@ -6,32 +6,31 @@ import copy
 import io
 import pickle
 
+import make
 import pytest
 import torch
-from helpers import NAMED, fields, name_of
+from helpers import fields
 from torch import Tensor, nn
 
 import posenc_ext
 from posenc_ext import CONVENTIONS, functional, reference
 
 V, D, T, ROWS = 11, 16, 7, 64
+SIZES = {"rows": V, "width": D, "max_len": ROWS}
 
-IDS = torch.randint(V, (3, T), generator=torch.Generator().manual_seed(1))
-X = torch.randn(3, T, D, generator=torch.Generator().manual_seed(2))
-
-MODULES = {
-    "Embeddings": lambda **options: posenc_ext.Embeddings(D, V, **options),
-    "TransformerEmbedding": lambda **options: posenc_ext.TransformerEmbedding(V, D, **options),
-    "PositionalEncoding": lambda: posenc_ext.PositionalEncoding(D, ROWS),
-    "LearnedPositionalEmbedding": lambda **options: posenc_ext.LearnedPositionalEmbedding(ROWS, D, **options),
-}
+IDS, X = make.argument("Embeddings"), make.argument("PositionalEncoding", width=D)
 KEYS = {
     "Embeddings": ["lut.weight"],
     "TransformerEmbedding": ["weight"],
     "PositionalEncoding": [],
     "LearnedPositionalEmbedding": ["weight"],
 }
-every_module = pytest.mark.parametrize("kind", MODULES)
+TRAINED = [kind for kind, keys in KEYS.items() if keys]
+NAMED = list(CONVENTIONS.values())
+
+
+def layer(kind: str = "TransformerEmbedding", **options) -> nn.Module:
+    return make.layer(kind, **SIZES, **options)
 
 
 def argument(kind: str) -> Tensor:
@@ -47,9 +46,9 @@ def table(convention: str = "vaswani", rows: int = ROWS, d_model: int = D, first
 # ---- what is state ---------------------------------------------------------------------------------------------------
 
 
-@every_module
+@make.each_layer
 def test_state_is_the_weight_and_nothing_else(kind):
-    module = MODULES[kind]()
+    module = layer(kind)
     assert list(module.state_dict()) == KEYS[kind]
     assert [name for name, _ in module.named_parameters()] == KEYS[kind]
     # A buffer may say where the module lives; an encoding or a frequency would have elements.
@@ -58,18 +57,20 @@ def test_state_is_the_weight_and_nothing_else(kind):
     assert attributes == []
 
 
-@every_module
+@make.each_layer
 def test_round_trip_of_the_state(kind):
-    first, second = MODULES[kind](), MODULES[kind]()
+    first, second = layer(kind), layer(kind)
+    for parameter in second.parameters():
+        nn.init.zeros_(parameter)
     result = second.load_state_dict(first.state_dict(), strict=True)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert torch.equal(second(argument(kind)), first(argument(kind)))
 
 
-@every_module
+@make.each_layer
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_compute_the_same(kind, how):
-    module = MODULES[kind]()
+    module = layer(kind)
     if how == "deepcopy":
         twin = copy.deepcopy(module)
     elif how == "pickle":
@@ -84,11 +85,9 @@ def test_copies_compute_the_same(kind, how):
         assert a.data_ptr() != b.data_ptr()
 
 
-def test_copies_keep_the_recipe():
+def test_copies_keep_the_spec():
     convention = posenc_ext.Convention(base=500.0, layout="cos_sin", name="mine")
-    module = posenc_ext.TransformerEmbedding(
-        V, D, convention=convention, precision="exact", batch_first=False, dropout=0.2
-    )
+    module = layer(convention=convention, precision="exact", batch_first=False, dropout=0.2)
     twin = pickle.loads(pickle.dumps(module)).eval()
     assert repr(twin) == repr(module)
     assert torch.equal(twin(IDS, offset=3), module.eval()(IDS, offset=3))
@@ -104,15 +103,15 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("precision", ["reference", "exact"])
+@make.each("cast", CASTS)
+@make.each_precision
 @pytest.mark.parametrize("start", [250, 1850])
 def test_encodings_stay_exact_under_casts(cast, precision, start):
     """Positions past 256 are not whole numbers of bfloat16, and past 2048 not of float16."""
-    module = CASTS[cast](posenc_ext.TransformerEmbedding(V, 32, precision=precision))
-    nn.init.zeros_(module.weight)
+    module = cast(make.layer(width=32, precision=precision))
+    nn.init.zeros_(make.weight_of(module))
     got = module(torch.zeros(11, dtype=torch.long), offset=start)
-    dtype = module.weight.dtype
+    dtype = make.weight_of(module).dtype
     assert got.dtype == dtype
     expected = torch.from_numpy(reference.sinusoid_table(range(start, start + 11), 32))
     # Half a unit of the 16-bit type, next to what the fp32 angle is off by.
@@ -121,30 +120,30 @@ def test_encodings_stay_exact_under_casts(cast, precision, start):
     assert ((got.double() - expected).abs() <= unit / 2 + angle).all()
     assert not torch.equal(got[6], got[7])  # 256 and 257
 
-    adding = CASTS[cast](posenc_ext.PositionalEncoding(32, precision=precision))
+    adding = cast(make.layer("PositionalEncoding", width=32, precision=precision))
     assert torch.equal(adding(torch.zeros(1, 11, 32, dtype=dtype), offset=start)[0], got)
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@make.each("cast", CASTS)
 def test_a_cast_leaves_no_trace_in_the_encoding(cast):
     """fp32 activations through a module that was cast: the same bits as through a fresh one."""
-    module = CASTS[cast](posenc_ext.PositionalEncoding(D))
-    assert torch.equal(module(X, offset=4000), posenc_ext.PositionalEncoding(D)(X, offset=4000))
+    module = cast(layer("PositionalEncoding"))
+    assert torch.equal(module(X, offset=4000), layer("PositionalEncoding")(X, offset=4000))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_pe_follows_the_module(dtype):
-    module = posenc_ext.PositionalEncoding(D, ROWS).to(dtype)
+    module = layer("PositionalEncoding").to(dtype)
     assert module.pe.dtype == dtype
     truth = functional.positional_encoding(ROWS, D, dtype=torch.float64)
     assert torch.equal(module.pe[0], truth.to(dtype) if dtype == torch.float64 else truth.float().to(dtype))
     assert module.to("meta").pe.device.type == "meta"
 
 
-@every_module
+@make.each_layer
 def test_construction_on_the_meta_device(kind):
     with torch.device("meta"):
-        module = MODULES[kind]()
+        module = layer(kind)
     assert all(parameter.is_meta for parameter in module.parameters())
     shape = module(argument(kind).to("meta")).shape
     assert shape == (3, T, D)
@@ -152,7 +151,7 @@ def test_construction_on_the_meta_device(kind):
     module.to_empty(device="cpu")
     for parameter in module.parameters():
         nn.init.constant_(parameter, 0.5)
-    ordinary = MODULES[kind]()
+    ordinary = layer(kind)
     for parameter in ordinary.parameters():
         nn.init.constant_(parameter, 0.5)
     assert torch.equal(module(argument(kind)), ordinary(argument(kind)))
@@ -161,30 +160,28 @@ def test_construction_on_the_meta_device(kind):
         assert torch.equal(module.pe, ordinary.pe)
 
 
-@pytest.mark.parametrize("kind", ["Embeddings", "TransformerEmbedding", "LearnedPositionalEmbedding"])
+@make.each("kind", TRAINED)
 def test_meta_start_then_checkpoint(kind):
     """The way large models are loaded: shapes first, then the tensors of the file themselves."""
-    saved = MODULES[kind]()
-    module = MODULES[kind](device="meta")
+    saved, module = layer(kind), layer(kind, device="meta")
     assert next(module.parameters()).is_meta
     module.load_state_dict(saved.state_dict(), assign=True, strict=True)
     assert torch.equal(module(argument(kind)), saved(argument(kind)))
 
 
-@pytest.mark.parametrize("kind", ["TransformerEmbedding", "LearnedPositionalEmbedding"])
+@make.each("kind", TRAINED[1:])
 def test_reset_parameters_after_a_meta_start(kind):
-    torch.manual_seed(3)
-    expected = MODULES[kind]()
-    module = MODULES[kind](device="meta").to_empty(device="cpu")
+    module = layer(kind, device="meta").to_empty(device="cpu")
+    expected = layer(kind)
     torch.manual_seed(3)
     module.reset_parameters()
-    assert torch.equal(module.weight, expected.weight)
+    assert torch.equal(make.weight_of(module), make.weight_of(expected))
 
 
-def test_dtype_of_construction():
-    for kind in ("Embeddings", "TransformerEmbedding", "LearnedPositionalEmbedding"):
-        module = MODULES[kind](dtype=torch.float64)
-        assert module(argument(kind).double() if kind.startswith("Learned") else IDS).dtype == torch.float64
+@make.each("kind", TRAINED)
+def test_dtype_of_construction(kind):
+    module = layer(kind, dtype=torch.float64)
+    assert module(argument(kind).double() if kind.startswith("Learned") else IDS).dtype == torch.float64
 
 
 # ---- old checkpoints -------------------------------------------------------------------------------------------------
@@ -215,10 +212,9 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_tables_of_old_checkpoints_are_consumed(spelling, nested, strict):
-    key, shape, convention = SPELLINGS[spelling]
-    inner = posenc_ext.PositionalEncoding(D, convention=convention)
+@make.each(("key", "shape", "convention"), SPELLINGS)
+def test_tables_of_old_checkpoints_are_consumed(key, shape, convention, nested, strict):
+    inner = layer("PositionalEncoding", convention=convention)
     module: nn.Module = Model(inner) if nested else inner
     prefix = "encoder.pos." if nested else ""
     state = {**module.state_dict(), prefix + key: table(convention).reshape(shape)}
@@ -235,17 +231,17 @@ def test_fairseq_checkpoint():
     weights = table("fairseq")
     weights[1] = 0
     state = {"weights": weights, "_float_tensor": torch.empty(1)}
-    posenc_ext.PositionalEncoding(D, convention="fairseq").load_state_dict(state)
-    module = posenc_ext.TransformerEmbedding(V, D, convention="fairseq")
+    layer("PositionalEncoding", convention="fairseq").load_state_dict(state)
+    module = layer(convention="fairseq")
     lookup = torch.randn(V, D)
     module.load_state_dict({"weight": lookup, **state})
-    assert torch.equal(module.weight, lookup)
+    assert torch.equal(make.weight_of(module), lookup)
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_tables_from_the_first_position(first):
     """A table may hold row p at index p, or the row of the first position at index 0."""
-    module = posenc_ext.PositionalEncoding(D, convention="opennmt_tf")
+    module = layer("PositionalEncoding", convention="opennmt_tf")
     module.load_state_dict({"encodings": table("opennmt_tf", first=first)})
 
 
@@ -253,7 +249,7 @@ def test_tables_from_the_first_position(first):
 @pytest.mark.parametrize("nested", [False, True])
 def test_transformer_embedding_loads_the_textbook_pair(lookup, place, nested):
     twin = nn.Sequential(reference.Embeddings(D, V), reference.PositionalEncoding(D, ROWS))
-    inner = posenc_ext.TransformerEmbedding(V, D)
+    inner = layer()
     module: nn.Module = Model(inner) if nested else inner
     prefix = "encoder.pos." if nested else ""
     state = module.state_dict()
@@ -264,7 +260,7 @@ def test_transformer_embedding_loads_the_textbook_pair(lookup, place, nested):
     result = module.load_state_dict(state, strict=True)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert list(state) == keys
-    assert torch.equal(inner.weight, twin[0].lut.weight)
+    assert torch.equal(make.weight_of(inner), twin[0].lut.weight)
     torch.testing.assert_close(inner(IDS), twin(IDS), atol=4e-6, rtol=0)
 
 
@@ -275,60 +271,57 @@ def test_the_textbook_pair_loads_as_a_whole():
         return nn.ModuleDict({"src_embed": nn.Sequential(embeddings, encoding), "norm": nn.LayerNorm(D)})
 
     old = model(reference.Embeddings(D, V), reference.PositionalEncoding(D))
-    new = model(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D))
+    new = model(posenc_ext.Embeddings(D, V), layer("PositionalEncoding"))
     assert "src_embed.1.pe" in old.state_dict()
     new.load_state_dict(old.state_dict(), strict=True)
     torch.testing.assert_close(new["src_embed"](IDS), old["src_embed"](IDS), atol=4e-6, rtol=0)
-    learned = posenc_ext.LearnedPositionalEmbedding(ROWS, D)
+    learned = layer("LearnedPositionalEmbedding")
     learned.load_state_dict(reference.LearnedPositionalEmbedding(ROWS, D).state_dict(), strict=True)
 
 
 def test_the_full_size_table_of_the_reference_loads():
     """5000 rows: the last bit of a frequency has grown to 3e-4 there."""
-    posenc_ext.PositionalEncoding(D).load_state_dict(reference.PositionalEncoding(D).state_dict())
+    layer("PositionalEncoding").load_state_dict(reference.PositionalEncoding(D).state_dict())
     posenc_ext.PositionalEncoding(512).load_state_dict(reference.PositionalEncoding(512).state_dict())
 
 
-@pytest.mark.parametrize("convention", NAMED, ids=lambda c: c.name)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=name_of)
-@pytest.mark.parametrize("precision", ["reference", "exact"])
+@make.each_convention
+@make.each("dtype", make.DTYPES[1:])
+@make.each_precision
 def test_tables_of_any_floating_type(convention, dtype, precision):
-    module = posenc_ext.PositionalEncoding(D, convention=convention, precision=precision)
+    module = layer("PositionalEncoding", convention=convention, precision=precision)
     module.load_state_dict({"pe": table(convention.name, rows=500).to(dtype)})
 
 
 def test_an_empty_table_is_no_table():
-    posenc_ext.PositionalEncoding(D).load_state_dict({"weights": torch.empty(0)})
+    layer("PositionalEncoding").load_state_dict({"weights": torch.empty(0)})
 
 
 def test_keys_of_no_table_stay_unexpected():
-    for module in (posenc_ext.PositionalEncoding(D), posenc_ext.TransformerEmbedding(V, D)):
+    for module in (layer("PositionalEncoding"), layer()):
         state = {**module.state_dict(), "alpha": torch.ones(())}
         with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*alpha"):
             module.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\).*weight"):
-        posenc_ext.TransformerEmbedding(V, D).load_state_dict({"pe": table()})
+        layer().load_state_dict({"pe": table()})
 
 
 # ---- tables that are not the module's --------------------------------------------------------------------------------
 
 
-def same_waves(a: posenc_ext.Convention, b: posenc_ext.Convention) -> bool:
+def same_table(a: posenc_ext.Convention, b: posenc_ext.Convention) -> bool:
     """Whether two conventions give one table at an even width, counted from 0."""
     return (a.base, a.divisor, a.layout) == (b.base, b.divisor, b.layout)
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@make.each("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("found", NAMED, ids=lambda c: c.name)
 def test_a_table_of_another_convention_is_refused_by_name(found, dtype, strict):
-    mine = CONVENTIONS["vaswani"] if not same_waves(found, CONVENTIONS["vaswani"]) else CONVENTIONS["tensor2tensor"]
-    alike = [c.name for c in NAMED if same_waves(c, found)]
+    mine = CONVENTIONS["vaswani"] if not same_table(found, CONVENTIONS["vaswani"]) else CONVENTIONS["tensor2tensor"]
+    alike = [c.name for c in NAMED if same_table(c, found)]
     state = {"pe": table(found.name).to(dtype)}
-    for module in (
-        posenc_ext.PositionalEncoding(D, convention=mine),
-        posenc_ext.TransformerEmbedding(V, D, convention=mine),
-    ):
+    for module in (layer("PositionalEncoding", convention=mine), layer(convention=mine)):
         with pytest.raises(RuntimeError, match=f"table 'pe' .* not that of convention '{mine.name}'") as refusal:
             module.load_state_dict({**module.state_dict(), **state}, strict=strict)
         text = str(refusal.value)
@@ -369,11 +362,11 @@ WRONG_TABLES = {
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("case", WRONG_TABLES)
-def test_a_table_of_no_convention_is_refused(case, strict):
-    module = posenc_ext.PositionalEncoding(D)
+@make.each("wrong", WRONG_TABLES)
+def test_a_table_of_no_convention_is_refused(wrong, strict):
+    module = layer("PositionalEncoding")
     with pytest.raises(RuntimeError, match=r"'pe' .* not that of convention 'vaswani': it follows no known convention"):
-        module.load_state_dict({"pe": WRONG_TABLES[case]()}, strict=strict)
+        module.load_state_dict({"pe": wrong()}, strict=strict)
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -388,10 +381,10 @@ def test_a_table_of_no_convention_is_refused(case, strict):
         torch.ones(D),
         torch.ones(ROWS * D + 1),
     ],
-    ids=lambda wrong: f"{name_of(wrong.dtype)} {list(wrong.shape)}",
+    ids=lambda wrong: f"{make.name_of(wrong.dtype)} {list(wrong.shape)}",
 )
 def test_what_is_no_table_of_this_width_is_refused(wrong, strict):
-    module = posenc_ext.PositionalEncoding(D)
+    module = layer("PositionalEncoding")
     with pytest.raises(RuntimeError, match=rf"'pe' .* width {D}, got {wrong.dtype}") as refusal:
         module.load_state_dict({"pe": wrong}, strict=strict)
     assert str(list(wrong.shape)) in str(refusal.value)
@@ -399,7 +392,7 @@ def test_what_is_no_table_of_this_width_is_refused(wrong, strict):
 
 @pytest.mark.parametrize("prefix", ["encoder.pos.", "encoder.pos.1."])
 def test_a_refusal_names_the_key_of_the_whole_checkpoint(prefix):
-    model = Model(posenc_ext.TransformerEmbedding(V, D))
+    model = Model(layer())
     with pytest.raises(RuntimeError, match=f"'{prefix}pe'"):
         model.load_state_dict({**model.state_dict(), prefix + "pe": table("tensor2tensor")})
 
@@ -427,8 +420,8 @@ def test_fully_sharded_training_step(kind, mesh):
     def model() -> nn.Sequential:
         torch.manual_seed(4)
         if kind == "pair":
-            return nn.Sequential(posenc_ext.Embeddings(D, V), posenc_ext.PositionalEncoding(D), nn.Linear(D, V))
-        return nn.Sequential(posenc_ext.TransformerEmbedding(V, D), nn.Linear(D, V))
+            return nn.Sequential(posenc_ext.Embeddings(D, V), layer("PositionalEncoding"), nn.Linear(D, V))
+        return nn.Sequential(layer(), nn.Linear(D, V))
 
     plain, sharded = model(), model()
     for part in sharded:
