@@ -120,8 +120,9 @@ posenc::Integers IntegerTensor::view() const {
   return {is_int64_ ? static_cast<const void*>(int64_values_.data()) : int32_values_.data(), is_int64_};
 }
 
-void run_serially(int64_t begin, int64_t end, int64_t, posenc::ParallelBody body, void* context) {
+int32_t run_serially(int64_t begin, int64_t end, int64_t, posenc::ParallelBody body, void* context) {
   body(begin, end, context);
+  return 0;
 }
 
 Device::Device(int64_t resident_threads, uint64_t call) {

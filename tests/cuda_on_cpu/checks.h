@@ -73,7 +73,7 @@ class IntegerTensor {
   Buffer<int64_t> int64_values_;
 };
 
-void run_serially(int64_t begin, int64_t end, int64_t grain, posenc::ParallelBody body, void* context);
+int32_t run_serially(int64_t begin, int64_t end, int64_t grain, posenc::ParallelBody body, void* context);
 
 // A launch with its own record of out-of-range ids.
 struct Device {
