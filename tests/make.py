@@ -176,16 +176,14 @@ def pair(source: Any = posenc_ext, *, rows: int = V, width: int = D, **options: 
 
 # ---- specs and flags -------------------------------------------------------------------------------------------------
 
-# FALLBACK until the new flags are there: the old names, and the old numbers.
-NONE = conventions.NO_ENCODING if hasattr(conventions, "NO_ENCODING") else conventions.NO_WAVES
+NONE = conventions.NO_ENCODING
 VERSION = 1 << 20
 
 
 def spec(convention: str | Convention = "vaswani", precision: str | None = None, batch_first: bool = True) -> Any:
     """(base, flags), as every op takes them."""
     chosen = convention if isinstance(convention, Convention) else CONVENTIONS[convention]
-    build = chosen.spec if hasattr(chosen, "spec") else chosen.recipe  # FALLBACK
-    return build(precision, batch_first)
+    return chosen.spec(precision, batch_first)
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -306,8 +304,7 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
         OpCall("positional_encoding", (counted, width, offset, *chosen, weight.dtype)),
         OpCall("positional_encoding_out", (counted, width, offset, *chosen, out.clone())),
     ]
-    # FALLBACK: embed_general is not there yet.
-    return {call.op: call for call in calls if call.op != "embed_general" or hasattr(ops, "embed_general")}
+    return {call.op: call for call in calls}
 
 
 def raw_calls(sample: Sample) -> dict[str, OpCall]:
