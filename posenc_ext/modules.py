@@ -167,7 +167,7 @@ class PositionalEncoding(nn.Module):
         return rows.unsqueeze(0 if self.batch_first else 1)
 
     def extra_repr(self) -> str:
-        """The recipe."""
+        """Size, convention and options."""
         return (
             f"{self.d_model}, max_len={self.max_len}, convention={self.convention.name!r}, "
             f"precision={self.precision!r}, dropout={self.dropout}, batch_first={self.batch_first}"
@@ -264,7 +264,7 @@ class TransformerEmbedding(nn.Module):
         return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
 
     def extra_repr(self) -> str:
-        """Sizes and recipe."""
+        """Sizes, convention and options."""
         options = "".join(
             f", {name}={getattr(self, name)!r}"
             for name, default in (
