@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import warnings
 
 import make
 import pytest
@@ -51,31 +51,32 @@ CALLS = {
     "ops.add": (lambda x: ops.add_positional_encoding(x, None, 2, *SPEC), x64),
 }
 every_call = make.each(("function", "argument"), CALLS)
-every_functional = make.each(("function", "argument"), {k: v for k, v in CALLS.items() if "ops" not in k})
+FUNCTIONAL = {k: v for k, v in CALLS.items() if "ops" not in k}
+every_functional = make.each(("function", "argument"), FUNCTIONAL)
 every_direct = make.each(("function", "argument"), {k: v for k, v in CALLS.items() if "ops" in k})
 
 
 # ---- first and second order ------------------------------------------------------------------------------------------
 
 
-@every_functional
-def test_derivatives_of_the_functional_forms(function, argument):
-    assert gradcheck(
-        function, argument(), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
-    )
-    assert gradgradcheck(function, argument(), check_fwd_over_rev=True, check_batched_grad=True)
+@every_call
+def test_derivatives(function, argument):
+    """Forward mode is that of the functional forms: a direct call of an op has none."""
+    forward = (function, argument) in FUNCTIONAL.values()
+    modes = {"check_forward_ad": forward, "check_batched_forward_grad": forward}
+    assert gradcheck(function, argument(), check_batched_grad=True, **modes)
+    assert gradgradcheck(function, argument(), check_batched_grad=forward, check_fwd_over_rev=forward)
 
 
-@every_direct
-def test_derivatives_of_the_ops(function, argument):
-    assert gradcheck(function, argument(), check_batched_grad=True)
-    assert gradgradcheck(function, argument())
-
-
+@make.each("op", ["embed", "embed_general"])
 @make.each("sample", [s for s in make.samples("cpu", torch.float64, True) if s.differentiable])
-def test_derivatives_of_every_kind_of_call(sample):
+def test_derivatives_of_every_kind_of_call(sample, op):
+    call = make.op_calls(sample)[op]
+
     def function(weight: Tensor) -> Tensor:
-        return embed(sample.input, weight, **sample.kwargs)
+        if op == "embed":
+            return embed(sample.input, weight, **sample.kwargs)
+        return call.overload(weight, *call.args[1:], **call.kwargs)
 
     assert gradcheck(function, sample.weight, fast_mode=True)
     assert gradgradcheck(function, sample.weight, fast_mode=True)
@@ -167,39 +168,24 @@ def test_double_backward_with_nothing_but_padding(sparse):
     assert second is None or second.to_dense().count_nonzero() == 0
 
 
-@every_call
-def test_create_graph_gives_a_gradient_with_a_graph(function, argument):
-    value = argument()
-    (gradient,) = torch.autograd.grad(function(value).square().sum(), value, create_graph=True)
-    assert gradient.grad_fn is not None
-    (second,) = torch.autograd.grad(gradient.sum(), value)
-    assert second.count_nonzero() > 0
-    # Without it the graph ends there.
-    (gradient,) = torch.autograd.grad(function(value).square().sum(), value)
-    assert gradient.grad_fn is None
-
-
 # ---- nothing is dropped ----------------------------------------------------------------------------------------------
 
 
 @every_call
 def test_the_output_requires_a_gradient_when_the_input_does(function, argument):
-    assert function(argument()).requires_grad
-    assert not function(argument().detach()).requires_grad
+    value = argument()
+    want = function(value)
+    assert want.requires_grad
+    (gradient,) = torch.autograd.grad(want.square().sum(), value)
+    assert gradient.grad_fn is None  # without create_graph
+    assert not function(value.detach()).requires_grad
     with torch.no_grad():
-        assert not function(argument()).requires_grad
+        assert not function(value).requires_grad
     with torch.inference_mode():
-        result = function(argument())
+        result, made = function(value), value.detach().clone()
         assert result.is_inference()
-    assert torch.equal(result, function(argument()).detach())
-
-
-@every_call
-def test_inference_tensors(function, argument):
-    """Weights made in inference mode may be used outside it."""
-    with torch.inference_mode():
-        made = argument().detach().clone()
-    assert torch.equal(function(made), function(argument()).detach())
+    assert torch.equal(result, want)
+    assert torch.equal(function(made), want)  # what was made in inference mode may be used outside it
 
 
 RAW = {
@@ -211,19 +197,12 @@ RAW = {
 
 
 @make.each(("function", "argument"), RAW)
+@pytest.mark.filterwarnings("error")
 def test_raw_ops_do_not_pass_for_differentiable(function, argument):
     """They have no formula. Who differentiates one hears of it, from an error or a warning."""
-    value = argument()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(
-            (RuntimeError, UserWarning), match=r"autograd kernel was not registered|does not require grad"
-        ):
-            function(value).sum().backward()
-
-
-def tangent_of(result: Tensor) -> Tensor | None:
-    return forward_ad.unpack_dual(result).tangent
+    words = r"autograd kernel was not registered|does not require grad"
+    with pytest.raises((RuntimeError, UserWarning), match=words):
+        function(argument()).sum().backward()
 
 
 @every_functional
@@ -247,7 +226,8 @@ def test_forward_mode_over_the_backward_pass(function, argument):
     (expected,) = torch.autograd.grad(y, value, tangent, retain_graph=True)
     with forward_ad.dual_level():
         try:
-            got = tangent_of(torch.autograd.grad(y, value, forward_ad.make_dual(grad, tangent))[0])
+            (result,) = torch.autograd.grad(y, value, forward_ad.make_dual(grad, tangent))
+            got = forward_ad.unpack_dual(result).tangent
         except (NotImplementedError, RuntimeError):
             return
     assert got is not None
@@ -263,21 +243,14 @@ def test_ids_changed_before_the_backward_pass_are_noticed():
             y.sum().backward()
 
 
-def test_the_weight_may_change_before_the_backward_pass():
-    """It is not kept: the gradient does not depend on it."""
-    weight = weight64()
-    y = embed(IDS, weight)
-    with torch.no_grad():
-        weight.zero_()
-    y.sum().backward()
-    assert weight.grad.count_nonzero() > 0
-
-
 def test_the_graph_can_be_walked_twice_if_kept():
     weight = weight64()
     y = embed(IDS, weight)
+    with torch.no_grad():
+        weight.zero_()  # it is not kept: the gradient does not depend on it
     y.sum().backward(retain_graph=True)
     once = weight.grad.clone()
+    assert once.count_nonzero() > 0
     y.sum().backward()
     assert torch.equal(weight.grad, 2 * once)
     with pytest.raises(RuntimeError, match="second time"):
@@ -287,18 +260,14 @@ def test_the_graph_can_be_walked_twice_if_kept():
 # ---- torch.func ------------------------------------------------------------------------------------------------------
 
 
-def textbook(ids: Tensor, weight: Tensor) -> Tensor:
+def textbook_loss(ids: Tensor, weight: Tensor) -> Tensor:
     """The formula of `functional.embed` from torch's own ops."""
     rows = F.embedding(ids, weight) * weight.shape[-1] ** 0.5
-    return rows + positional_encoding(ids.shape[-1], weight.shape[-1], dtype=weight.dtype)
+    return (rows + positional_encoding(ids.shape[-1], weight.shape[-1], dtype=weight.dtype)).sin().sum()
 
 
 def loss(ids: Tensor, weight: Tensor) -> Tensor:
     return embed(ids, weight).sin().sum()
-
-
-def textbook_loss(ids: Tensor, weight: Tensor) -> Tensor:
-    return textbook(ids, weight).sin().sum()
 
 
 @pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "hessian"])
@@ -310,35 +279,10 @@ def test_transforms_of_a_loss(transform):
     assert got.count_nonzero() > 0
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
-@pytest.mark.parametrize("name", ["jacobian", "hessian"])
-def test_autograd_functional(name, vectorize):
-    weight = weight64().detach()
-    transformed = getattr(torch.autograd.functional, name)
-    functions = (embed, textbook) if name == "jacobian" else (loss, textbook_loss)
-    got, expected = (transformed(lambda w, f=f: f(IDS, w), weight, vectorize=vectorize) for f in functions)
-    torch.testing.assert_close(got, expected)
-
-
-def test_jvp_and_vjp():
-    weight, tangent = weight64().detach(), torch.randn(V, D, dtype=torch.float64)
-    primal, got = torch.func.jvp(lambda w: embed(IDS, w), (weight,), (tangent,))
-    assert torch.equal(primal, embed(IDS, weight))
-    torch.testing.assert_close(got, tangent[IDS] * D**0.5)
-    primal, pull = torch.func.vjp(lambda w: embed(IDS, w), weight)
-    grad = torch.randn_like(primal)
-    expected = torch.zeros_like(weight).index_add_(0, IDS.flatten(), grad.reshape(-1, D) * D**0.5)
-    torch.testing.assert_close(pull(grad)[0], expected)
-
-
 @pytest.mark.parametrize("padding_idx", [1, -1])
 def test_jacobians_agree_under_padding(padding_idx):
     """Both modes leave the padding row out, or forward mode refuses: they may not differ."""
-    weight = weight64().detach()
-
-    def function(w: Tensor) -> Tensor:
-        return embed(IDS, w, padding_idx=padding_idx)
-
+    weight, function = weight64().detach(), functools.partial(embed, IDS, padding_idx=padding_idx)
     reverse = torch.func.jacrev(function)(weight)
     assert reverse[..., padding_idx, :].count_nonzero() == 0
     torch.testing.assert_close(torch.func.jacfwd(function)(weight), reverse)
@@ -365,16 +309,12 @@ VMAPPED = {
 @make.each("dtype", [torch.float32, torch.bfloat16])
 def test_vmap(function, axes, dtype):
     """The values of a loop, to the bit."""
-    count = 3
-    arguments = [
-        torch.randint(V, (count, B, count)),
-        torch.randn(count, V, D).to(dtype),
-        torch.randint(-50, 50, (count, B, count)),
-    ]
+    n = 3
+    arguments = [torch.randint(V, (n, B, n)), torch.randn(n, V, D).to(dtype), torch.randint(-50, 50, (n, B, n))]
     arguments = [a if axis is not None else a[0] for a, axis in zip(arguments, axes, strict=True)]
     loop = [
         function(*(a if axis is None else a.select(axis, k) for a, axis in zip(arguments, axes, strict=True)))
-        for k in range(arguments[0].shape[1] if axes[0] == 1 else count)
+        for k in range(B if axes[0] == 1 else n)
     ]
     assert_same_bits(torch.func.vmap(function, axes)(*arguments), torch.stack(loop))
 
@@ -382,16 +322,14 @@ def test_vmap(function, axes, dtype):
 @pytest.mark.parametrize("flags", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}])
 def test_gradients_per_sample(flags):
     """`grad` inside `vmap`: the gradient of each row of the batch on its own."""
-    weight = weight64().detach()
+    weight = weight64()
 
     def function(ids: Tensor, w: Tensor) -> Tensor:
         return embed(ids, w, **flags).sin().sum()
 
-    got = torch.func.vmap(torch.func.grad(function, argnums=1), (0, None))(IDS, weight)
+    got = torch.func.vmap(torch.func.grad(function, argnums=1), (0, None))(IDS, weight.detach())
     for row, ids in zip(got, IDS, strict=True):
-        value = weight.clone().requires_grad_()
-        function(ids, value).backward()
-        torch.testing.assert_close(row, value.grad)
+        torch.testing.assert_close(row, torch.autograd.grad(function(ids, weight), weight)[0])
 
 
 def test_ensembles():
@@ -406,31 +344,16 @@ def test_ensembles():
     assert torch.equal(got, torch.stack([module(IDS) for module in modules]))
 
 
-def test_many_gradients_at_once():
-    """`is_grads_batched` runs the backward pass under vmap."""
-    weight = weight64()
-    y = embed(IDS, weight)
-    grads = torch.randn(4, *y.shape, dtype=torch.float64)
-    (got,) = torch.autograd.grad(y, weight, grads, is_grads_batched=True, retain_graph=True)
-    loop = [torch.autograd.grad(y, weight, g, retain_graph=True)[0] for g in grads]
-    torch.testing.assert_close(got, torch.stack(loop))
-
-
 @every_direct
 def test_grad_transform_of_the_ops_is_right_or_refused(function, argument):
-    """Forward mode over a direct call of an op is not: see posenc_ext/ops.py."""
-    value = argument().detach()
-
-    def scalar(v: Tensor) -> Tensor:
-        return function(v).sin().sum()
-
+    """Forward mode over a direct call of an op is not: see posenc_ext/ops."""
     leaf = argument()
-    scalar(leaf).backward()
+    function(leaf).sin().sum().backward()
     try:
-        got, expected = torch.func.grad(scalar)(value), leaf.grad
+        got = torch.func.grad(lambda v: function(v).sin().sum())(leaf.detach())
     except (NotImplementedError, RuntimeError):
         return
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got, leaf.grad)
 
 
 # ---- autocast --------------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 import importlib.machinery
+import io
 import math
 import os
 import re
 import sys
 import types
 
+import make
 import numpy as np
 import pytest
 import torch
@@ -16,9 +18,9 @@ WORDS = ("[PAD]", "나는", "오늘", "학교에", "간다", "도서관에", "�
 NUMBER = re.compile(r"-?\d+\.\d{4}\b")
 
 
-def run(capsys, *arguments):
-    """The standard output of a command that succeeds."""
-    code = cli.main(list(arguments))
+def run(capsys, command):
+    """The standard output of a command that succeeds; words in a string, or a list of them."""
+    code = cli.main(command.split() if isinstance(command, str) else command)
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     return out
@@ -63,7 +65,7 @@ def near(expected):
 
 @pytest.fixture
 def walk(capsys):
-    return run(capsys, "demo", "--no-timing")
+    return run(capsys, "demo --no-timing")
 
 
 @pytest.fixture
@@ -150,9 +152,9 @@ def test_demo_learned_against_fixed(walk):
 def test_demo_is_the_same_every_time_and_leaves_the_generator_alone(capsys, walk):
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    assert run(capsys, "demo", "--no-timing") == walk
+    assert run(capsys, "demo --no-timing") == walk
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert run(capsys, "demo", "--no-timing", "--seed", "1") != walk
+    assert run(capsys, "demo --no-timing --seed 1") != walk
 
 
 def test_demo_time_and_memory(capsys, monkeypatch, walk):
@@ -189,15 +191,13 @@ def test_interleaved_medians_tell_slow_from_fast():
 def test_textbook_modules_share_the_weight():
     weight = torch.randn(5, 4)
     module = demo._textbook(weight, max_len=3)
-    out = module(torch.tensor([[4, 0, 2]]))
-    rows = weight.tolist()
-    expected = [[2 * a + b for a, b in zip(rows[i], encoding(p, 4), strict=True)] for p, i in enumerate((4, 0, 2))]
-    np.testing.assert_allclose(out[0], expected, atol=1e-6)
+    expected = [2 * weight[i] + torch.tensor(encoding(p, 4)) for p, i in enumerate((4, 0, 2))]
+    torch.testing.assert_close(module(torch.tensor([[4, 0, 2]]))[0], torch.stack(expected), atol=1e-6, rtol=0)
     assert module[0].lut.weight.data_ptr() == weight.data_ptr()
 
 
 def test_demo_on_sentences_of_ones_own(capsys):
-    out = run(capsys, "demo", "--no-timing", "--d-model", "20", "the cat sat", "a a", "the dog")
+    out = run(capsys, ["demo", "--no-timing", "--d-model", "20", "the cat sat", "a a", "the dog"])
     assert "0 [PAD]  1 the  2 cat  3 sat  4 a  5 dog\n" in section(out, 1)
     assert re.search(r"^  a a +4   4   0$", section(out, 1), re.MULTILINE)
     torch.manual_seed(0)
@@ -211,18 +211,16 @@ def test_demo_on_sentences_of_ones_own(capsys):
 def test_demo_on_a_file(capsys, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("\ufeff하나 둘\n\n   \n둘 셋\n", encoding="utf-8")
-    out = run(capsys, "demo", "--no-timing", "--file", str(path))
+    out = run(capsys, ["demo", "--no-timing", "--file", str(path)])
     assert "0 [PAD]  1 하나  2 둘  3 셋\n" in out
     assert "ids [2, 2]" in out
-
-
-def test_demo_without_two_words_to_exchange(capsys):
-    out = run(capsys, "demo", "--no-timing", "a a", "b")
+    path.write_text("a a\nb")
+    out = run(capsys, ["demo", "--no-timing", "--file", str(path)])
     assert "No sentence here has two different words to exchange." in section(out, 5)
 
 
 def test_demo_on_a_long_text_prints_part_of_it(capsys):
-    out = run(capsys, "demo", "--no-timing", " ".join(f"w{i}" for i in range(300)))
+    out = run(capsys, ["demo", "--no-timing", " ".join(f"w{i}" for i in range(300))])
     assert "300 more" not in out
     assert "... and 277 more" in section(out, 2), "301 ids, 24 shown"
     assert "... and 276 more" in section(out, 3), "300 positions, 24 shown"
@@ -230,18 +228,13 @@ def test_demo_on_a_long_text_prints_part_of_it(capsys):
 
 
 def test_wide_letters_are_aligned(walk):
-    def width(text):
-        return sum(2 if "가" <= c <= "힣" else 1 for c in text)
-
     lines = [line for line in section(walk, 2).splitlines() if NUMBER.search(line) and line.startswith("  ")]
-    ends = {width(line[: NUMBER.search(line).end()]) for line in lines}
-    assert len(lines) == 9
-    assert len(ends) == 1
+    starts = [line[: NUMBER.search(line).end()] for line in lines]
+    assert len(starts) == 9
+    assert len({sum(2 if "가" <= c <= "힣" else 1 for c in start) for start in starts}) == 1
 
 
 def test_a_terminal_that_cannot_show_a_word(monkeypatch):
-    import io
-
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
     assert cli.main(["demo", "--no-timing"]) == 0
@@ -251,18 +244,12 @@ def test_a_terminal_that_cannot_show_a_word(monkeypatch):
 # ---- plot ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--d-model", "7", "--length", "12", "--convention", "fairseq"),
-        ("--d-model", "1", "--length", "1"),
-        ("--d-model", "3", "--length", "400", "--convention", "positional_encodings"),
-    ],
-)
-def test_plot_writes_three_pictures(capsys, tmp_path, options):
+@make.each("convention_length_width", ["fairseq 12 7", "vaswani 1 1", "positional_encodings 400 3"])
+def test_plot_writes_three_pictures(capsys, tmp_path, convention_length_width):
     image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "new" / "folder"
-    out = run(capsys, "plot", "--output", str(folder), *options)
+    options = "--convention {} --length {} --d-model {}".format(*convention_length_width.split())
+    out = run(capsys, ["plot", "--output", str(folder), *options.split()])
     paths = [folder / f"{name}.png" for name in ("heat_map", "waves", "similarity")]
     assert out.splitlines() == [str(path) for path in paths]
     for path in paths:
@@ -340,18 +327,14 @@ def test_plot_without_matplotlib(capsys, monkeypatch, tmp_path):
 def test_info(capsys):
     out = run(capsys, "info")
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
-    assert facts["torch"].startswith(
-        f"{torch.__version__}, posenc_ext built with {_C.build_info()['torch_built_with']}"
-    )
+    built_with = _C.build_info()["torch_built_with"]
+    assert facts["torch"].startswith(f"{torch.__version__}, posenc_ext built with {built_with}")
     assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
     assert facts["numpy"] == np.__version__
     assert facts["threads"] == str(torch.get_num_threads())
     assert facts["CPU instruction set"] == f"{_C.active_isa()} in use, of {', '.join(_C.available_isas())}"
     assert facts["CUDA kernels"] == "not built" or _C.build_info()["cuda"]
     assert re.match(r"\d+\.\d+\.\d+", facts["posenc_ext"])
-
-
-def test_info_says_which_architectures_were_built():
     assert cli._cuda_build({"cuda": False, "cuda_archs": ""}) == "not built"
     assert cli._cuda_build({"cuda": True, "cuda_archs": "8.0;9.0"}) == "built for 8.0;9.0"
 
@@ -362,7 +345,7 @@ def test_info_says_which_architectures_were_built():
 @pytest.fixture
 def no_bench(monkeypatch, tmp_path):
     """The command as installed in an empty folder, with no benchmarks in reach."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "bench" or name.startswith("posenc_ext.bench")]:
+    for name in [name for name in sys.modules if re.match(r"(posenc_ext\.)?bench\b", name)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "site" / "posenc_ext" / "cli.py"))
@@ -375,12 +358,8 @@ def no_bench(monkeypatch, tmp_path):
 
 
 def make_checkout(root, main):
-    for name, text in {
-        "setup.py": "",
-        "posenc_ext/cli.py": "",
-        "bench/__init__.py": "",
-        "bench/__main__.py": main,
-    }.items():
+    texts = {"setup.py": "", "posenc_ext/cli.py": "", "bench/__init__.py": "", "bench/__main__.py": main}
+    for name, text in texts.items():
         path = root / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -392,21 +371,17 @@ def test_bench_of_a_checkout_gets_the_arguments_and_gives_the_exit_code(no_bench
     assert capsys.readouterr() == ("bench ['--quick', '--help', 'forward']\n", "")
 
 
-def test_bench_beside_the_package_comes_before_the_one_in_this_folder(no_bench, capsys):
-    make_checkout(no_bench / "site", "def main(argv):\n    print('beside')\n")
+def test_bench_in_the_package_comes_first_then_the_one_beside_it(no_bench, capsys, monkeypatch):
     make_checkout(no_bench, "def main(argv):\n    print('here')\n")
+    make_checkout(no_bench / "site", "def main(argv):\n    print('beside')\n")
     assert run(capsys, "bench") == "beside\n"
-
-
-def test_bench_in_the_package_comes_first(no_bench, capsys, monkeypatch):
-    make_checkout(no_bench, "def main(argv):\n    print('checkout')\n")
     package, module = types.ModuleType("posenc_ext.bench"), types.ModuleType("posenc_ext.bench.__main__")
     package.__spec__ = importlib.machinery.ModuleSpec(package.__name__, None)
     package.__path__ = []
     module.main = lambda argv: print("package", argv)
     monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert run(capsys, "bench", "-x") == "package ['-x']\n"
+    assert run(capsys, "bench -x") == "package ['-x']\n"
 
 
 def test_bench_of_another_project_is_not_ours(no_bench, capsys):

@@ -58,28 +58,33 @@ def test_state_is_the_weight_and_nothing_else(kind):
 
 
 @make.each_layer
-def test_round_trip_of_the_state(kind):
-    first, second = layer(kind), layer(kind)
+@pytest.mark.parametrize("assign", [False, True])
+def test_round_trip_of_the_state(kind, assign):
+    """By assignment as large models are loaded: shapes first, then the tensors of the file themselves."""
+    first, second = layer(kind), layer(kind, **({"device": "meta"} if assign and kind in TRAINED else {}))
     for parameter in second.parameters():
+        assert parameter.is_meta == assign
         nn.init.zeros_(parameter)
-    result = second.load_state_dict(first.state_dict(), strict=True)
+    result = second.load_state_dict(first.state_dict(), strict=True, assign=assign)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert torch.equal(second(argument(kind)), first(argument(kind)))
 
 
+def saved_and_loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved_and_loaded}
+
+
 @make.each_layer
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_compute_the_same(kind, how):
+@make.each("copied", COPIES)
+def test_copies_compute_the_same(kind, copied):
     module = layer(kind)
-    if how == "deepcopy":
-        twin = copy.deepcopy(module)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(module))
-    else:
-        file = io.BytesIO()
-        torch.save(module, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
+    twin = copied(module)
     assert torch.equal(twin(argument(kind)), module(argument(kind)))
     for a, b in zip(twin.parameters(), module.parameters(), strict=True):
         assert a.data_ptr() != b.data_ptr()
@@ -142,17 +147,14 @@ def test_pe_follows_the_module(dtype):
 
 @make.each_layer
 def test_construction_on_the_meta_device(kind):
+    ordinary = layer(kind)
     with torch.device("meta"):
         module = layer(kind)
     assert all(parameter.is_meta for parameter in module.parameters())
-    shape = module(argument(kind).to("meta")).shape
-    assert shape == (3, T, D)
+    assert module(argument(kind).to("meta")).shape == (3, T, D)
 
     module.to_empty(device="cpu")
-    for parameter in module.parameters():
-        nn.init.constant_(parameter, 0.5)
-    ordinary = layer(kind)
-    for parameter in ordinary.parameters():
+    for parameter in (*module.parameters(), *ordinary.parameters()):
         nn.init.constant_(parameter, 0.5)
     assert torch.equal(module(argument(kind)), ordinary(argument(kind)))
     if kind == "PositionalEncoding":
@@ -160,27 +162,13 @@ def test_construction_on_the_meta_device(kind):
         assert torch.equal(module.pe, ordinary.pe)
 
 
-@make.each("kind", TRAINED)
-def test_meta_start_then_checkpoint(kind):
-    """The way large models are loaded: shapes first, then the tensors of the file themselves."""
-    saved, module = layer(kind), layer(kind, device="meta")
-    assert next(module.parameters()).is_meta
-    module.load_state_dict(saved.state_dict(), assign=True, strict=True)
-    assert torch.equal(module(argument(kind)), saved(argument(kind)))
-
-
 @make.each("kind", TRAINED[1:])
 def test_reset_parameters_after_a_meta_start(kind):
-    module = layer(kind, device="meta").to_empty(device="cpu")
-    expected = layer(kind)
+    """And the types of construction."""
+    module = layer(kind, device="meta", dtype=torch.float64).to_empty(device="cpu")
     torch.manual_seed(3)
     module.reset_parameters()
-    assert torch.equal(make.weight_of(module), make.weight_of(expected))
-
-
-@make.each("kind", TRAINED)
-def test_dtype_of_construction(kind):
-    module = layer(kind, dtype=torch.float64)
+    assert torch.equal(make.weight_of(module), make.weight_of(layer(kind, dtype=torch.float64)))
     assert module(argument(kind).double() if kind.startswith("Learned") else IDS).dtype == torch.float64
 
 
@@ -202,12 +190,9 @@ SPELLINGS = {
 }
 
 
-class Model(nn.Module):
+def around(inner: nn.Module) -> nn.ModuleDict:
     """A model around a position module, so that keys have a prefix."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleDict({"pos": inner, "proj": nn.Linear(2, 2)})
+    return nn.ModuleDict({"encoder": nn.ModuleDict({"pos": inner, "proj": nn.Linear(2, 2)})})
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -215,7 +200,7 @@ class Model(nn.Module):
 @make.each(("key", "shape", "convention"), SPELLINGS)
 def test_tables_of_old_checkpoints_are_consumed(key, shape, convention, nested, strict):
     inner = layer("PositionalEncoding", convention=convention)
-    module: nn.Module = Model(inner) if nested else inner
+    module = around(inner) if nested else inner
     prefix = "encoder.pos." if nested else ""
     state = {**module.state_dict(), prefix + key: table(convention).reshape(shape)}
     before = dict(state)
@@ -228,12 +213,12 @@ def test_tables_of_old_checkpoints_are_consumed(key, shape, convention, nested, 
 
 def test_fairseq_checkpoint():
     """Counted from padding_idx + 1, a row of zeros at padding_idx, and an empty marker of the dtype beside it."""
-    weights = table("fairseq")
+    weights, lookup = table("fairseq"), torch.randn(V, D)
     weights[1] = 0
     state = {"weights": weights, "_float_tensor": torch.empty(1)}
     layer("PositionalEncoding", convention="fairseq").load_state_dict(state)
+    layer("PositionalEncoding").load_state_dict({"weights": torch.empty(0)})  # an empty table is no table
     module = layer(convention="fairseq")
-    lookup = torch.randn(V, D)
     module.load_state_dict({"weight": lookup, **state})
     assert torch.equal(make.weight_of(module), lookup)
 
@@ -250,7 +235,7 @@ def test_tables_from_the_first_position(first):
 def test_transformer_embedding_loads_the_textbook_pair(lookup, place, nested):
     twin = nn.Sequential(reference.Embeddings(D, V), reference.PositionalEncoding(D, ROWS))
     inner = layer()
-    module: nn.Module = Model(inner) if nested else inner
+    module = around(inner) if nested else inner
     prefix = "encoder.pos." if nested else ""
     state = module.state_dict()
     state.pop(prefix + "weight")
@@ -265,24 +250,20 @@ def test_transformer_embedding_loads_the_textbook_pair(lookup, place, nested):
 
 
 def test_the_textbook_pair_loads_as_a_whole():
-    """Both modules swapped in place: `state_dict()` of the one model loads strictly into the other."""
+    """Both modules swapped in place: `state_dict()` of the one model loads strictly into the other.
 
-    def model(embeddings, encoding) -> nn.ModuleDict:
-        return nn.ModuleDict({"src_embed": nn.Sequential(embeddings, encoding), "norm": nn.LayerNorm(D)})
-
-    old = model(reference.Embeddings(D, V), reference.PositionalEncoding(D))
-    new = model(posenc_ext.Embeddings(D, V), layer("PositionalEncoding"))
-    assert "src_embed.1.pe" in old.state_dict()
-    new.load_state_dict(old.state_dict(), strict=True)
-    torch.testing.assert_close(new["src_embed"](IDS), old["src_embed"](IDS), atol=4e-6, rtol=0)
+    In 5000 rows the last bit of a frequency has grown to 3e-4.
+    """
+    for width in (D, 512):
+        old, new = (
+            nn.ModuleDict({"src_embed": nn.Sequential(source.Embeddings(width, V), source.PositionalEncoding(width))})
+            for source in (reference, posenc_ext)
+        )
+        assert old.state_dict()["src_embed.1.pe"].shape == (1, 5000, width)
+        new.load_state_dict(old.state_dict(), strict=True)
+        torch.testing.assert_close(new["src_embed"](IDS), old["src_embed"](IDS), atol=4e-6, rtol=0)
     learned = layer("LearnedPositionalEmbedding")
     learned.load_state_dict(reference.LearnedPositionalEmbedding(ROWS, D).state_dict(), strict=True)
-
-
-def test_the_full_size_table_of_the_reference_loads():
-    """5000 rows: the last bit of a frequency has grown to 3e-4 there."""
-    layer("PositionalEncoding").load_state_dict(reference.PositionalEncoding(D).state_dict())
-    posenc_ext.PositionalEncoding(512).load_state_dict(reference.PositionalEncoding(512).state_dict())
 
 
 @make.each_convention
@@ -291,10 +272,6 @@ def test_the_full_size_table_of_the_reference_loads():
 def test_tables_of_any_floating_type(convention, dtype, precision):
     module = layer("PositionalEncoding", convention=convention, precision=precision)
     module.load_state_dict({"pe": table(convention.name, rows=500).to(dtype)})
-
-
-def test_an_empty_table_is_no_table():
-    layer("PositionalEncoding").load_state_dict({"weights": torch.empty(0)})
 
 
 def test_keys_of_no_table_stay_unexpected():
@@ -331,19 +308,7 @@ def test_a_table_of_another_convention_is_refused_by_name(found, dtype, strict):
 
 
 def noise() -> Tensor:
-    return torch.randn(ROWS, D, generator=torch.Generator().manual_seed(0))
-
-
-def with_one_bad_row() -> Tensor:
-    damaged = table()
-    damaged[40] = damaged[41]
-    return damaged
-
-
-def with_nan(rows: slice) -> Tensor:
-    damaged = table()
-    damaged[rows] = float("nan")
-    return damaged
+    return make.x((ROWS, D), seed=0)
 
 
 # Not a table of any convention: nothing of these may load in silence, strict or not.
@@ -351,12 +316,12 @@ WRONG_TABLES = {
     "random": noise,
     "trained away": lambda: table() + 0.01 * noise(),
     "divided by sqrt(d)": lambda: table() / D**0.5,
-    "one row wrong": with_one_bad_row,
+    "one row wrong": lambda: table().index_copy(0, torch.tensor([40]), table()[41:42]),
     "moved by one": lambda: table(first=1),
     "other base": lambda: torch.from_numpy(reference.sinusoid_table(range(ROWS), D, base=5000.0)).float(),
     "never filled": lambda: torch.zeros(ROWS, D),
-    "one row of NaN": lambda: with_nan(slice(3, 4)),
-    "all NaN": lambda: with_nan(slice(None)),
+    "one row of NaN": lambda: table().index_fill(0, torch.tensor(3), float("nan")),
+    "all NaN": lambda: torch.full((ROWS, D), float("nan")),
     "infinite": lambda: table() * float("inf"),
 }
 
@@ -392,7 +357,7 @@ def test_what_is_no_table_of_this_width_is_refused(wrong, strict):
 
 @pytest.mark.parametrize("prefix", ["encoder.pos.", "encoder.pos.1."])
 def test_a_refusal_names_the_key_of_the_whole_checkpoint(prefix):
-    model = Model(layer())
+    model = around(layer())
     with pytest.raises(RuntimeError, match=f"'{prefix}pe'"):
         model.load_state_dict({**model.state_dict(), prefix + "pe": table("tensor2tensor")})
 
