@@ -120,15 +120,6 @@ def test_sums_are_made_in_chunks_in_token_order(dtype):
         assert_same_bits(got[row], torch.from_numpy(total * real(1.7)).to(dtype), f"row {row}")
 
 
-@make.dense_and_sparse
-@make.each_half
-def test_16_bit_sums_are_rounded_once(sparse, dtype):
-    ids = torch.randint(5, (3000,))
-    grad = torch.randn(3000, 20).to(dtype)
-    want = gradient(grad.float(), ids, 5).to(dtype)
-    assert_same_bits(gradient(grad, ids, 5, sparse=sparse), want, "gradient")
-
-
 # ---- gradients of every layout ---------------------------------------------------------------------------------------
 
 
@@ -166,17 +157,6 @@ def test_every_sample(dtype):
         scale = sample.kwargs.get("token_scale", math.sqrt(sample.weight.shape[1]))
         pad, by_frequency = sample.kwargs.get("padding_idx", -1), sample.kwargs.get("scale_grad_by_freq", False)
         assert_right(got, grad, sample.input, len(sample.weight), scale, pad, by_frequency, sample.name)
-
-
-def test_table_that_is_a_view():
-    """The gradient reaches the tensor that the table is a slice of."""
-    whole = torch.randn(9, 20, requires_grad=True)
-    ids = torch.randint(9, (5,))
-    grad = torch.randn(5, 6)
-    embed(ids, whole[:, 4:16:2]).backward(grad)
-    assert_right(whole.grad[:, 4:16:2], grad, ids, 9, math.sqrt(6))
-    assert (whole.grad[:, :4] == 0).all()
-    assert (whole.grad[:, 5:16:2] == 0).all()
 
 
 @make.dense_and_sparse

@@ -1,5 +1,7 @@
 """out=: the same values, written where they are wanted, and refusals that leave everything as it was."""
 
+import functools
+
 import make
 import pytest
 import torch
@@ -78,37 +80,25 @@ def test_other_forms():
     assert_same_bits(positional_encoding(5, 6, out=out), positional_encoding(5, 6, dtype=torch.float64), "length")
 
 
-def x_in_place():
-    return {
-        "packed": torch.randn(3, 5, 37),
-        "columns": torch.randn(3, 5, 80)[..., 3:40],
-        "transposed": torch.randn(5, 3, 37).transpose(0, 1),
-        "every second token": torch.randn(3, 10, 37)[:, ::2],
-        "many tiles": torch.randn(2, 3, 1035),
-        "large": torch.randn(4, 300, 1030),  # above 4 MiB
-    }
+IN_PLACE = {
+    "packed": ((3, 5, 37), lambda x: x),
+    "columns": ((3, 5, 80), lambda x: x[..., 3:40]),
+    "transposed": ((5, 3, 37), lambda x: x.transpose(0, 1)),
+    "every second token": ((3, 10, 37), lambda x: x[:, ::2]),
+    "many tiles": ((2, 3, 1035), lambda x: x),
+    "large": ((4, 300, 1030), lambda x: x),  # above 4 MiB
+}
 
 
-@make.each("name", x_in_place().keys())
+@make.each(("shape", "view"), IN_PLACE)
 @make.each_dtype
-def test_in_place(name, dtype):
-    start = x_in_place()[name].to(dtype)
+def test_in_place(shape, view, dtype):
     for batch_first in (True, False):
-        want = add_positional_encoding(start, batch_first=batch_first)
-        x = torch.empty_strided(start.shape, x_in_place()[name].stride(), dtype=dtype).copy_(start)
-        address = x.data_ptr()
+        x = view(make.x(shape, dtype=dtype))
+        want, address = add_positional_encoding(x, batch_first=batch_first), x.data_ptr()
         assert add_positional_encoding(x, batch_first=batch_first, out=x) is x
         assert x.data_ptr() == address
-        assert_same_bits(x, want, name)
-
-
-def test_a_gradient_is_wanted_elsewhere_only():
-    """A tensor that needs a gradient may take part where none is recorded."""
-    weight = torch.randn(9, 6, requires_grad=True)
-    ids, out = torch.randint(9, (2, 3)), torch.empty(2, 3, 6)
-    with torch.no_grad():
-        assert_same_bits(embed(ids, weight, out=out), embed(ids, weight), "embed")
-    assert not out.requires_grad
+        assert_same_bits(x, want, f"batch_first={batch_first}")
 
 
 @make.each("source", SOURCES)
@@ -222,10 +212,16 @@ def test_refuses_to_overwrite(call, tensor, word):
 
 
 def test_refuses_where_a_gradient_is_needed():
-    out, weight, x = torch.full((*SHAPE, D), 7.0), make.table(grad=True), make.x((*SHAPE, D), grad=True)
-    for call in (lambda: embed(make.ids(SHAPE), weight, out=out), lambda: add_positional_encoding(x, out=out)):
-        assert_refused(call, "out= is not differentiable", "requires a gradient", "no_grad")
-    assert (out == 7).all()
+    """And only there: where no gradient is recorded, a tensor that needs one may take part."""
+    embedded = functools.partial(embed, make.ids(SHAPE), make.table(grad=True))
+    for call in (embedded, functools.partial(add_positional_encoding, make.x((*SHAPE, D), grad=True))):
+        out = torch.full((*SHAPE, D), 7.0)
+        words = ("out= is not differentiable", "requires a gradient", "no_grad")
+        assert_refused(functools.partial(call, out=out), *words)
+        assert (out == 7).all()
+        with torch.no_grad():
+            assert_same_bits(call(out=out), call(), "no gradient")
+        assert not out.requires_grad
 
 
 @make.each("source", SOURCES)
