@@ -323,9 +323,9 @@ def test_double_backward(device, sparse, flags):
     """create_graph: the weight gradient knows the output gradient it came from, and both are the CPU's."""
 
     def both(where: str) -> tuple[Tensor, Tensor]:
-        shapes, given = ((V, D), (B, T, D), (V, D)), ids((B, T), 4, device=where, seed=5)
-        options = {"dtype": torch.float64, "device": where, "grad": True}
-        weight, grad, probe = (make.x(shape, seed=seed, **options) for seed, shape in enumerate(shapes))
+        random, given = make.random(5), ids((B, T), 4, device=where, seed=5)
+        numbers = [torch.randn(s, dtype=torch.float64, generator=random) for s in ((V, D), (B, T, D), (V, D))]
+        weight, grad, probe = (n.to(where).requires_grad_() for n in numbers)
         (first,) = torch.autograd.grad(embed(given, weight, sparse=sparse, **flags), weight, grad, create_graph=True)
         assert first.grad_fn is not None
         assert first.is_sparse == sparse
