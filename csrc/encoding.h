@@ -1,10 +1,9 @@
 // What an encoding is made of: frequencies, and which column holds which sine or cosine.
 //
 // Columns come in pairs. Pair k has one frequency w_k, a sine and a cosine. An odd width leaves one column over; the
-// odd-width rule says what it holds.
+// odd-width rule says what it holds. `kPrecisions` and the like count the values of an enum, for the check of flags.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <iterator>
 
@@ -12,10 +11,11 @@
 
 namespace posenc {
 
+// exact: angles in fixed point, from 128 bits of w / 2pi. reference: angles as fp32 tables compute them.
 enum class Precision : int64_t { exact = 0, reference = 1 };
 constexpr int64_t kPrecisions = 2;
 
-// `d`: w_k = base^(-2k/D); `half_minus_1`: w_k = base^(-k/(D/2-1)).
+// With D the frequency_width: d: w_k = base^(-2k/D); half_minus_1: w_k = base^(-k / max(floor(D/2) - 1, 1)).
 enum class Divisor : int64_t { d = 0, half_minus_1 = 1 };
 constexpr int64_t kDivisors = 2;
 
@@ -31,8 +31,8 @@ inline int64_t frequency_width(OddRule odd, int64_t width) {
   return odd == OddRule::round_up ? width + width % 2 : width;
 }
 
-// A layout is one row: the distance from one sine to the next, and whether cosines come first. The index of the row is
-// the layout's code in posenc_ext/conventions.py.
+// A layout is one entry of kLayouts: the distance from one sine to the next, and whether cosines come first. Its index
+// is its code in posenc_ext/conventions.py.
 struct Layout {
   int64_t step;
   bool cosine_first;
@@ -44,17 +44,17 @@ constexpr Layout kLayouts[] = {
 };
 constexpr int64_t kLayoutCount = std::size(kLayouts);
 
-// The column map of one width. Sine k is in column sine_start + k * step; a column after all pairs holds zero.
+// The column map of one width. sine_column and cosine_column say where pair k is; a column that holds neither is zero.
 struct Columns {
   int64_t width = 0;
-  bool encoded = false;            // false: no encoding at all, not even a zero
+  bool encoded = false;            // false: nothing is added, not even a zero
   int64_t sines = 0, cosines = 0;  // columns that hold one; sines >= cosines
   int64_t sine_start = 0, cosine_start = 0, step = 1;
 
   POSENC_HD int64_t pairs() const { return sines; }
   POSENC_HD bool has_zero_column() const { return encoded && sines + cosines < width; }
   POSENC_HD bool cosine_first() const { return cosine_start < sine_start; }
-  // The sine that an odd width adds has no cosine beside it, so it moves up to the last column.
+  // Interleaved with cosines first, the lone sine of an odd width would lie past the end: it takes the last column.
   POSENC_HD int64_t sine_column(int64_t k) const {
     const int64_t column = sine_start + k * step;
     return column < width ? column : width - 1;
@@ -74,9 +74,9 @@ inline Columns columns_of(const Layout& layout, OddRule odd, int64_t width) {
   return columns;
 }
 
-// The frequencies of one width, in both precisions; `pairs` entries each, in memory of the backend.
+// The frequencies of one width, in both precisions, in memory of the backend. Each array is padded (kFrequencyPadding),
+// so that whole vectors can be loaded past the last pair.
 struct Frequencies {
-  int64_t pairs = 0;
   const uint32_t* turns[4] = {};   // exact: bits of w / 2pi, most significant word first
   const float* angular = nullptr;  // reference: w as an fp32 table builder forms it
 };

@@ -1,6 +1,8 @@
-// What becomes of one element, or of a vector of them: out = scale * base + encoding. Said once, for CPU and CUDA.
+// What becomes of one element, or of a vector of them. One definition for CPU and CUDA.
+//   gathered: scale * base + encoding     dense: base + encoding     none: encoding
 //
-// A multiply and an add, never fused: the fp32 result equals eager PyTorch's to the bit.
+// The compiler may not fuse the multiply and the add (-ffp-contract=off, --fmad=false): the fp32 result equals eager
+// PyTorch's to the bit.
 #pragma once
 
 #include "params.h"
@@ -8,7 +10,7 @@
 namespace posenc {
 inline namespace POSENC_ISA {
 
-// Where there is no encoding nothing is added, not even a zero: -0 stays -0.
+// Without an encoding nothing is added: base + 0 would turn -0 into +0.
 template <Source source, bool encoded, class value_t, class acc_t>
 POSENC_HD value_t epilogue(value_t base, value_t encoding, acc_t scale) {
   if constexpr (source == Source::none) return encoding;

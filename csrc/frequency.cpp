@@ -1,5 +1,6 @@
 #include "frequency.h"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -156,7 +157,6 @@ std::shared_ptr<const FrequencyTable> make(double base, Divisor divisor, int64_t
 
 Frequencies FrequencyTable::view() const {
   Frequencies result;
-  result.pairs = pairs;
   for (int i = 0; i < 4; ++i) result.turns[i] = turns[i].data();
   result.angular = angular.data();
   return result;

@@ -78,12 +78,12 @@ struct GradientTokens {
 };
 
 // Tokens sorted by id, ties in token order: segment s holds tokens order[start[s]] .. order[start[s + 1] - 1], all with
-// id row[s]. Tokens of padding_idx are left out.
+// one id. Tokens of padding_idx are left out.
 struct Segments {
   int64_t count = 0;
   const int64_t* order = nullptr;
   const int64_t* start = nullptr;  // count + 1 entries
-  const int64_t* row = nullptr;    // ascending
+  const int64_t* row = nullptr;    // of out that the sum is written to, ascending: the id, or s for a sparse gradient
 };
 
 struct BackwardParams {
@@ -92,8 +92,8 @@ struct BackwardParams {
   const void* grad = nullptr;
   int64_t token_stride = 0;  // of grad
   int64_t column_stride = 1;
-  int64_t width = 0;
-  int64_t rows = 0;  // of out; rows without a segment are set to zero
+  int64_t width = 0;  // at least 1
+  int64_t rows = 0;   // of out; rows without a segment are set to zero
   bool scale_by_frequency = false;
   void* out = nullptr;  // contiguous
   double token_scale = 1.0;

@@ -33,29 +33,15 @@ int32_t serial(int64_t begin, int64_t end, int64_t, ParallelBody body, void* con
 template <class T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
-SinCos<float> sincos_of(uint32_t phase) { return sincos_of_phase32(phase); }
-SinCos<double> sincos_of(uint64_t phase) { return sincos_of_phase64(phase); }
-
-template <class Phase>
-py::tuple sincos_of_phases(const Array<Phase>& phases) {
-  using value_t = decltype(sincos_of(Phase{}).sin);
-  Array<value_t> sines(phases.size()), cosines(phases.size());
-  const Phase* from = phases.data();
+template <class Input, class SinCosOf>
+py::tuple sincos(const Array<Input>& inputs, const SinCosOf& sincos_of) {
+  using value_t = decltype(sincos_of(Input{}).sin);
+  Array<value_t> sines(inputs.size()), cosines(inputs.size());
+  const Input* from = inputs.data();
   value_t *s = sines.mutable_data(), *c = cosines.mutable_data();
-  for (py::ssize_t i = 0; i < phases.size(); ++i) {
-    const SinCos<value_t> result = sincos_of(from[i]);
-    s[i] = result.sin;
-    c[i] = result.cos;
-  }
-  return py::make_tuple(sines, cosines);
-}
-
-py::tuple sincos_of_angles(const Array<float>& angles) {
-  Array<float> sines(angles.size()), cosines(angles.size());
-  for (py::ssize_t i = 0; i < angles.size(); ++i) {
-    const SinCos<float> result = sincos_of_angle(angles.data()[i]);
-    sines.mutable_data()[i] = result.sin;
-    cosines.mutable_data()[i] = result.cos;
+  for (py::ssize_t i = 0; i < inputs.size(); ++i) {
+    const SinCos<value_t> pair = sincos_of(from[i]);
+    s[i] = pair.sin, c[i] = pair.cos;
   }
   return py::make_tuple(sines, cosines);
 }
@@ -125,12 +111,18 @@ PYBIND11_MODULE(_C, m) {
   m.def("frequency_table", &frequency_table, py::arg("base"), py::arg("divisor"), py::arg("width"), py::arg("pairs"),
         "The frequencies of a spec: 'turns' uint32 [4, pairs], the bits of w / 2pi; 'angular' float32 [pairs], w of "
         "precision reference.");
-  m.def("sincos_of_phase32", &sincos_of_phases<uint32_t>, py::arg("phases"),
-        "(sin, cos) float32 of 2pi * phases / 2^32.");
-  m.def("sincos_of_phase64", &sincos_of_phases<uint64_t>, py::arg("phases"),
-        "(sin, cos) float64 of 2pi * phases / 2^64.");
-  m.def("sincos_of_angle", &sincos_of_angles, py::arg("angles"),
-        "(sin, cos) float32 of non-negative float32 angles in radians, below 2^87.");
+  m.def(
+      "sincos_of_phase32",
+      [](const Array<uint32_t>& phases) { return sincos(phases, [](auto phase) { return sincos_of_phase32(phase); }); },
+      py::arg("phases"), "(sin, cos) float32 of 2pi * phases / 2^32.");
+  m.def(
+      "sincos_of_phase64",
+      [](const Array<uint64_t>& phases) { return sincos(phases, [](auto phase) { return sincos_of_phase64(phase); }); },
+      py::arg("phases"), "(sin, cos) float64 of 2pi * phases / 2^64.");
+  m.def(
+      "sincos_of_angle",
+      [](const Array<float>& angles) { return sincos(angles, [](float angle) { return sincos_of_angle(angle); }); },
+      py::arg("angles"), "(sin, cos) float32 of non-negative float32 angles in radians, below 2^87.");
   m.def("embed_raw", &embed_raw, py::arg("weight"), py::arg("ids"), py::arg("out"), py::arg("batch"), py::arg("length"),
         py::arg("width"), py::arg("dtype"), py::arg("offset"), py::arg("token_scale"), py::arg("base"),
         py::arg("flags"),

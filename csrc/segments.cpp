@@ -15,14 +15,15 @@ struct Entry {
 constexpr int kDigitBits = 8;
 constexpr int kBuckets = 1 << kDigitBits;
 
-// Stable, least significant digit first, over as many bits as the largest id has. Stability puts the tokens of an id in
-// token order, which is the order of the sum.
+// A radix sort, least significant digit first, over the digits of the largest id. It is stable, so the tokens of an id
+// stay in token order, the order of their sum.
 void radix_sort(std::vector<Entry>& entries, uint64_t largest_id) {
   std::vector<Entry> other(entries.size());
   for (int shift = 0; shift < 64 && (largest_id >> shift) != 0; shift += kDigitBits) {
     std::array<size_t, kBuckets> next{};
     for (const Entry& entry : entries) ++next[(entry.id >> shift) & (kBuckets - 1)];
     size_t at = 0;
+    // Counts become the start of each bucket.
     for (size_t& bucket : next) at += std::exchange(bucket, at);
     for (const Entry& entry : entries) other[next[(entry.id >> shift) & (kBuckets - 1)]++] = entry;
     entries.swap(other);

@@ -1,4 +1,4 @@
-// Everything that depends on which token it is: its row, its position, its scale. Said once, for CPU and CUDA.
+// A token's row, position and scale. One definition for CPU and CUDA.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 namespace posenc {
 inline namespace POSENC_ISA {
 
-// Sums wrap at 64 bits; they are never undefined.
+// Sums wrap at 64 bits, so overflow is defined.
 POSENC_HD int64_t position_of(const ForwardParams& params, int64_t b, int64_t t) {
   const Positions& positions = params.positions;
   uint64_t position = static_cast<uint64_t>(positions.offset);
@@ -19,11 +19,12 @@ POSENC_HD int64_t position_of(const ForwardParams& params, int64_t b, int64_t t)
 
 template <class acc_t>
 struct Token {
-  int64_t base = 0;  // elements from params.base to its base term
-  int64_t out = 0;   // elements from params.out to its output
+  int64_t base = 0;  // offset of its base term from params.base
+  int64_t out = 0;   // offset of its output from params.out
   int64_t position = 0;
-  acc_t scale = 1;       // of the base term
-  bool in_range = true;  // an id out of range reads row 0, times NaN; the CPU refuses it beforehand
+  acc_t scale = 1;  // of the base term
+  // An id out of range reads row 0 with a scale of NaN. On the CPU ids are checked before; an empty table is refused.
+  bool in_range = true;
 };
 
 template <Source source, class acc_t>

@@ -167,16 +167,15 @@ class PositionalEncoding(nn.Module):
         return rows.unsqueeze(0 if self.batch_first else 1)
 
     def extra_repr(self) -> str:
-        """The recipe."""
+        """Size, convention and options."""
         return (
             f"{self.d_model}, max_len={self.max_len}, convention={self.convention.name!r}, "
             f"precision={self.precision!r}, dropout={self.dropout}, batch_first={self.batch_first}"
         )
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *rest: Any
-    ) -> None:  # rest: ..., error_msgs
-        consume_tables(self, self.convention, state_dict, [prefix], rest[-1])
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        error_msgs = rest[-1]
+        consume_tables(self, self.convention, state_dict, [prefix], error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -265,7 +264,7 @@ class TransformerEmbedding(nn.Module):
         return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
 
     def extra_repr(self) -> str:
-        """Sizes and recipe."""
+        """Sizes, convention and options."""
         options = "".join(
             f", {name}={getattr(self, name)!r}"
             for name, default in (
@@ -283,16 +282,13 @@ class TransformerEmbedding(nn.Module):
             f"token_scale={self.token_scale:.6g}{options}"
         )
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *rest: Any
-    ) -> None:  # rest: ..., error_msgs
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        error_msgs = rest[-1]
         own = prefix + "weight"
         for name in ("lut.weight", "0.lut.weight"):
             if own not in state_dict and prefix + name in state_dict:
                 state_dict[own] = state_dict.pop(prefix + name)
-        consume_tables(
-            self, self.convention, state_dict, [prefix, prefix + "1."], rest[-1]
-        )  # rest ends with error_msgs
+        consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

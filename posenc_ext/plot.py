@@ -101,7 +101,7 @@ def _waves(d_model: int, convention: Convention) -> list[tuple[float, int, int |
         d_model, base=convention.base, divisor=convention.divisor, odd=convention.odd
     )
     sines, cosines = len(frequency), d_model // 2
-    sine_columns, cosine_columns = reference.wave_columns(d_model, convention.layout, sines=sines)
+    sine_columns, cosine_columns = reference.sinusoid_columns(d_model, convention.layout, sines=sines)
     columns = range(d_model)
     pairs = [*columns[cosine_columns], *[None] * (sines - cosines)]
     return list(zip((2 * math.pi / frequency).tolist(), columns[sine_columns], pairs, strict=True))

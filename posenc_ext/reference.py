@@ -192,7 +192,7 @@ def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = 
     return np.power(np.float64(base), exponent)
 
 
-def wave_columns(d_model: int, layout: str, *, sines: int) -> tuple[slice, slice]:
+def sinusoid_columns(d_model: int, layout: str, *, sines: int) -> tuple[slice, slice]:
     """Which columns of an encoding hold the sines, and which the ``d_model // 2`` cosines, both fastest first.
 
     Args:
@@ -210,7 +210,7 @@ def wave_columns(d_model: int, layout: str, *, sines: int) -> tuple[slice, slice
         return slice(0, sines), slice(sines, sines + cosines)
     if layout == "cos_sin":
         return slice(cosines, cosines + sines), slice(0, cosines)
-    raise ValueError(f"wave_columns: layout must be one of {_LAYOUTS}, got {layout!r}")
+    raise ValueError(f"sinusoid_columns: layout must be one of {_LAYOUTS}, got {layout!r}")
 
 
 def sinusoid_table(
@@ -244,7 +244,7 @@ def sinusoid_table(
         d_model: width of the encoding.
         base: see `sinusoid_frequencies`.
         divisor: see `sinusoid_frequencies`.
-        layout: which column holds which wave.
+        layout: which column holds which sine or cosine.
         odd: what the column left over by an odd width holds.
 
     Returns:
@@ -257,7 +257,7 @@ def sinusoid_table(
     angle = np.asarray(positions, dtype=np.float64)[..., np.newaxis] * frequency
     sine, cosine = np.sin(angle), np.cos(angle[..., : d_model // 2])
     table = np.zeros((*angle.shape[:-1], d_model))
-    sine_columns, cosine_columns = wave_columns(d_model, layout, sines=sine.shape[-1])
+    sine_columns, cosine_columns = sinusoid_columns(d_model, layout, sines=sine.shape[-1])
     table[..., sine_columns] = sine
     table[..., cosine_columns] = cosine
     return table

@@ -151,7 +151,7 @@ def test_refuses_batch_axes_without_one_stride():
     """Two batch axes that no single stride walks along; the same with one of them is fine."""
     ids, weight, buffer = torch.randint(9, (2, 3, 4)), torch.randn(9, 8), torch.full((2, 5, 4, 8), 7.0)
     out = buffer[:, :3]
-    words = ("batch axes of out must be walkable with one stride", "[160, 32, 8, 1]")
+    words = ("batch axes of out must be reachable with one stride", "[160, 32, 8, 1]")
     assert_refused(lambda: embed(ids, weight, out=out), *words)
     assert (buffer == 7).all()
     assert_same_bits(embed(ids[0], weight, out=out[0]), embed(ids[0], weight), "one batch axis")

@@ -84,16 +84,15 @@ void backward(const BackwardParams& params, ParallelFor parallel_for) {
   const int64_t hot_tokens = std::max<int64_t>(2 * kSumChunk, tokens / 32);
   const RowPlan plan(params, hot_tokens);
   char* out = static_cast<char*>(params.out);
-  run_parallel(parallel_for, plan.total(), kGrainElements / std::max<int64_t>(width, 1),
-               [&](int64_t begin, int64_t end) {
-                 plan.each(
-                     begin, end, hot_tokens,
-                     [&](int64_t first, int64_t last) {
-                       kernels.fill_zero(out + first * row_bytes, (last - first) * row_bytes, stream);
-                     },
-                     [&](int64_t segment) { kernels.sum_segment(params, stream, segment, 0, width); });
-                 kernels.end_stream();
-               });
+  run_parallel(parallel_for, plan.total(), kGrainElements / width, [&](int64_t begin, int64_t end) {
+    plan.each(
+        begin, end, hot_tokens,
+        [&](int64_t first, int64_t last) {
+          kernels.fill_zero(out + first * row_bytes, (last - first) * row_bytes, stream);
+        },
+        [&](int64_t segment) { kernels.sum_segment(params, stream, segment, 0, width); });
+    kernels.end_stream();
+  });
 
   constexpr int64_t kColumns = 128;  // of a hot segment, for one thread
   const int64_t slices = (width + kColumns - 1) / kColumns;

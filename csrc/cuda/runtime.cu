@@ -142,7 +142,6 @@ Frequencies Device::frequencies(const std::shared_ptr<const FrequencyTable>& tab
   check(cudaMemcpyAsync(memory, words.data(), bytes, cudaMemcpyHostToDevice, copies_), "uploading frequencies");
   check(cudaStreamSynchronize(copies_), "uploading frequencies");
   Frequencies view;
-  view.pairs = table->pairs;
   for (int64_t i = 0; i < 4; ++i) view.turns[i] = memory + i * stride;
   view.angular = reinterpret_cast<const float*>(memory + 4 * stride);
   uploads_.emplace(table.get(), Upload{table, view});

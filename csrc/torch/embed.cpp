@@ -103,7 +103,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   if (args.out) {
     check_out(*args.out, sizes, type, like, like_name, op);
     POSENC_CHECK(token_strides(*args.out, axes, sequence_first), op,
-                 "the batch axes of out must be walkable with one stride, got shape ", text(args.out->sizes()),
+                 "the batch axes of out must be reachable with one stride, got shape ", text(args.out->sizes()),
                  " with strides ", text(args.out->strides()));
     const bool in_place =
         args.x && like.const_data_ptr() == args.out->const_data_ptr() && equal(like.strides(), args.out->strides());

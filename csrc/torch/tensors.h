@@ -16,13 +16,13 @@ inline Tokens tokens_of(IntHeaderOnlyArrayRef sizes, bool sequence_first) {
   return tokens;
 }
 
-// One stride for the axes [first, last), if they can be walked as one.
+// One stride for the axes [first, last), if one stride reaches them all.
 inline std::optional<int64_t> merged_stride(const Tensor& tensor, size_t first, size_t last) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   std::optional<int64_t> stride;
   int64_t expected = 0;
   for (size_t i = last; i-- > first;) {
-    if (sizes[i] == 0) return 0;  // nowhere to walk
+    if (sizes[i] == 0) return 0;  // no element
     if (sizes[i] == 1) continue;
     if (!stride) stride = strides[i];
     else if (strides[i] != expected) return std::nullopt;

@@ -21,7 +21,7 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def run(x: Tensor, positions: Tensor | None, offset: int, spec: Spec) -> Tensor:
-    """X + encoding(positions + offset), differentiable in x; positions, where given, have the shape of the tokens."""
+    """Add encoding(positions + offset) to x, differentiably; positions, where given, have the shape of the tokens."""
     result: Tensor
     if _is_compiling() and not compose.needed():
         result = _add(x, positions, offset, *spec)

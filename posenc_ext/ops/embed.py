@@ -44,7 +44,7 @@ def run(call: EmbedCall) -> Tensor:
 
 def _save(ctx: Any, call: EmbedCall) -> None:
     ctx.save_for_backward(call.input)
-    ctx.gradient = (call.weight.shape[0], call.token_scale, call.padding_idx, call.scale_grad_by_freq)
+    ctx.gradient_options = (call.weight.shape[0], call.token_scale, call.padding_idx, call.scale_grad_by_freq)
     ctx.sparse = call.sparse
 
 
@@ -71,8 +71,8 @@ _apply: Callable[..., Tensor] = _Embed.apply
 def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None:
     """See that `leaf.grad`, if it becomes this gradient and nothing else, is known to be coalesced.
 
-    When autograd stores a sparse gradient it makes a tensor of the same indices and values and forgets that, and an
-    optimiser would sort and sum them once more.
+    Autograd stores a sparse gradient as a new tensor of the same indices and values, which is not marked coalesced. An
+    optimiser would then sort and sum once more.
     """
     values = gradient._values()
 
@@ -87,10 +87,10 @@ def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None
 
 def _weight_gradient(ctx: Any, grad: Tensor) -> Tensor:
     (input,) = ctx.saved_tensors
-    call = GradientCall(grad, input, *ctx.gradient)
+    call = GradientCall(grad, input, *ctx.gradient_options)
     if compose.needed():  # forward mode over the backward pass
         return compose.weight_gradient(call, ctx.sparse)
-    # With create_graph the op that has a formula of its own is taken, so that the double backward is right.
+    # Under create_graph the gradient must be differentiable, so the public op is called, which has a formula.
     recorded = _grad_enabled() and grad.requires_grad
     result: Tensor
     if not ctx.sparse:
@@ -125,8 +125,8 @@ _register_embed(_embed)
 _register_embed(_ops.embed_general.default)
 
 
-# The weight gradient is linear in the output gradient. Its transpose is the lookup without an encoding: what arrives
-# for row r goes to every token of r, times the scale and the same divisors.
+# The weight gradient is linear in the output gradient. Its transpose is the lookup without an encoding: each token of
+# id r gets row r of what arrives, scaled alike.
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     call = GradientCall(*inputs)
     ctx.save_for_backward(call.input, *(output[:1] if isinstance(output, tuple) else ()))
@@ -134,11 +134,11 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _transposed(
-    grad_rows: Tensor, tokens: Tensor, input: Tensor, options: tuple[float, int, bool]
+    grad_rows: Tensor, row_of_token: Tensor, input: Tensor, options: tuple[float, int, bool]
 ) -> tuple[Tensor | None, ...]:
-    """Row tokens[i] of grad_rows for each token, scaled as the weight gradient is; zero at padding."""
+    """Row row_of_token[i] of grad_rows for each token, scaled as the weight gradient is; zero at padding."""
     token_scale, padding_idx, scale_grad_by_freq = options
-    result = torch.nn.functional.embedding(tokens, grad_rows) * token_scale
+    result = torch.nn.functional.embedding(row_of_token, grad_rows) * token_scale
     if scale_grad_by_freq:
         _, place, counts = torch.unique(input, return_inverse=True, return_counts=True)
         result = result / counts[place].unsqueeze(-1)
@@ -154,7 +154,7 @@ def _backward_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _backward_sparse_formula(ctx: Any, _: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
     input, rows = ctx.saved_tensors
-    # Padding tokens have no row and are zeroed; the row appended is for those that would come after the last.
+    # Padding tokens find no row, or a wrong one, and are zeroed. The row appended keeps places past the last one valid.
     place = torch.searchsorted(rows, input.to(rows.dtype))
     padded = torch.cat([grad_values, grad_values.new_zeros((1, grad_values.shape[1]))])
     return _transposed(padded, place, input, ctx.options)

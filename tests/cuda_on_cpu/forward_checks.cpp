@@ -172,7 +172,6 @@ class ForwardTensors {
     encoding.precision = case_.precision;
     const auto table =
         frequencies(10000.0, case_.divisor, frequency_width(case_.odd, case_.width), encoding.columns.pairs());
-    encoding.frequencies.pairs = table->pairs;
     for (int i = 0; i < 4; ++i) encoding.frequencies.turns[i] = copy(table->turns[i], words_[i]);
     encoding.frequencies.angular = copy(table->angular, angular_);
     Positions& positions = params.positions;

@@ -1,22 +1,22 @@
 // out = scale * base + encoding, in one pass.
 //
-// Encodings are made for one position and one tile of pairs at a time, into a buffer that stays in the first-level
-// cache, and are added to every token at that position before the next tile. A row whose encoding no other token needs
-// skips the buffer where its layout allows it (fused_row).
+// A thread makes the encodings of a few positions in tiles, which stay in the first-level cache, adds them to all
+// tokens at those positions, and goes on. A row that shares its encoding with no other token skips the tiles where its
+// layout allows it (fused_row).
 
 constexpr int64_t kTilePairs = 256;
 
 // ---- encodings
 
-// Whether a position is small enough for the short formulas: two words of each frequency, or short angles only (no
-// frequency is above 1, so no angle is above the position).
+// Whether the short formulas serve. exact: two words of each frequency are enough below 2^32. reference: the angle is
+// short, since no frequency is above 1 and so no angle above the position.
 POSENC_HD bool is_near(Precision precision, int64_t position) {
   const uint64_t p = magnitude(position);
   return precision == Precision::exact ? p >> 32 == 0 : static_cast<float>(p) < kShortAngle;
 }
 
-// Calls sink(i, sines and cosines of pairs first + i and on) for `count` pairs, a whole vector at a time; the
-// frequencies have room past the last pair.
+// Calls sink(i, sincos_at(i)) for `count` pairs, a whole vector at a time, with the sign that the position gives a
+// sine.
 template <class SinCosAt, class Sink>
 POSENC_HD void visit_with(const SinCosAt& sincos_at, int64_t position, int64_t count, const Sink& sink) {
   const UintVector sign = splat(position < 0 ? 0x80000000u : 0u);
@@ -27,6 +27,7 @@ POSENC_HD void visit_with(const SinCosAt& sincos_at, int64_t position, int64_t c
   }
 }
 
+// The position is near. The last vector may reach past the last pair: frequencies are padded.
 template <class Sink>
 POSENC_HD void visit_near_pairs(const Encoding& encoding, int64_t position, int64_t first, int64_t count,
                                 const Sink& sink) {
@@ -60,16 +61,17 @@ POSENC_HD void visit_pairs(const Encoding& encoding, int64_t position, int64_t f
 }
 
 // The exact phases of the last position, to which one step is added for the next one: the same bits as a
-// multiplication, for a third of the work. A position that does not follow starts anew, so any token may be skipped.
+// multiplication, for less work. If a position does not follow the last, start() multiplies again, so any token may be
+// skipped.
 class RunningPhases {
  public:
-  // Whether tokens of this call follow one another, and are enough to pay for the start.
-  static bool pay(const ForwardParams& params, int64_t tokens) {
+  // Whether the tokens of this call follow one another and repay start().
+  static bool worth_it(const ForwardParams& params, int64_t tokens) {
     return params.encoding.precision == Precision::exact && params.encoding.columns.pairs() <= kMostPairs &&
            params.positions.running && params.positions.given.data == nullptr && params.tokens.batch == 1 &&
-           tokens >= 8;
+           tokens >= kLeastTokens;
   }
-  // As visit_near_pairs, for all pairs; the position is not negative.
+  // As visit_near_pairs, for all pairs: whole vectors of them. The position is near and not negative.
   template <class Sink>
   POSENC_HD void visit(const Frequencies& frequencies, int64_t position, int64_t pairs, const Sink& sink) {
     if (position != next_) start(frequencies, position, pairs);
@@ -92,11 +94,13 @@ class RunningPhases {
   }
 
   static constexpr int64_t kMostPairs = 1024;  // 16 KB, a part of the first-level cache
+  static constexpr int64_t kLeastTokens = 8;
   alignas(64) uint64_t phases_[kMostPairs], turns_[kMostPairs];
   int64_t next_ = -1;  // the position that phases_ are for
 };
 
-// Where the encoding of the i-th column of a span is kept: in the order in which the columns' elements are loaded.
+// Where the encoding of column i of a span is kept in the buffer: in the order in which the elements are loaded. Those
+// of a split type come in groups of two vectors, even columns first (vector.inl).
 template <class T>
 POSENC_HD int64_t kept_at(int64_t i) {
   if constexpr (!Element<T>::kSplit) return i;
@@ -105,8 +109,8 @@ POSENC_HD int64_t kept_at(int64_t i) {
   return i - at + at % 2 * kLanes<float> + at / 2;
 }
 
-// Pairs side by side (step 2): (sin, cos) or (cos, sin) of pair first + i to to[2 * i] and to[2 * i + 1]; all places as
-// by kept_at. Whole vectors are written: there must be room past the last.
+// Pairs side by side (step 2): pair first + i, as (sin, cos) or (cos, sin), is written to kept_at(2 * i) and
+// kept_at(2 * i + 1). Whole vectors are written, so there must be room past the last pair.
 template <class T>
 void fill_interleaved(const Encoding& encoding, int64_t position, int64_t first, int64_t count, float* to) {
   const bool cosine_first = encoding.columns.cosine_first();
@@ -118,7 +122,7 @@ void fill_interleaved(const Encoding& encoding, int64_t position, int64_t first,
   });
 }
 
-// Sines and cosines apart (step 1), likewise.
+// Sines and cosines apart (step 1): those of pair first + i are written to kept_at(i) of each buffer.
 template <class T>
 void fill_halves(const Encoding& encoding, int64_t position, int64_t first, int64_t count, float* sines,
                  float* cosines) {
@@ -199,8 +203,8 @@ struct Tile {
 
 // ---- rows
 
-// A later token's row lies anywhere in the table, so it is asked for line by line while this one is worked on. Asking
-// for a whole row at once would fill the queue that streaming stores need too.
+// A later token's row lies anywhere in the table, so it is prefetched while this one is worked on, a piece with every
+// store. Asking for a whole row at once would fill the queue that streaming stores need too.
 constexpr int64_t kPrefetchTokens = 3;
 
 POSENC_HD void prefetch_to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
@@ -214,7 +218,7 @@ POSENC_HD T one_element(const T* base, const typename Element<T>::acc_t* encodin
   return Element<T>::from_acc(epilogue<source, encoded>(value, added, scale));
 }
 
-// One span of a row. `later` is the same span of the row to prefetch.
+// One span of a row. `later` is the same span of the row to prefetch, where columns are contiguous.
 template <class T, Source source, bool stream, bool encoded>
 POSENC_HD void write_span(const T* base, int64_t column_stride, const T* later,
                           const typename Element<T>::acc_t* encoding, T* out, int64_t count,
@@ -272,8 +276,8 @@ POSENC_HD void fused_row(const Visit& visit, const T* base, const T* later, T* o
 
 // ---- tokens
 
-// The tokens in the order in which they are worked on: in blocks of positions, each block in memory order. With one
-// block for all of seq that is memory order altogether.
+// The tokens in the order in which they are worked on: in blocks of positions, each block in memory order. If one block
+// holds all of seq, that is memory order.
 struct TokenLoop {
   int64_t batch, seq, block;
   bool sequence_first;
@@ -307,7 +311,8 @@ struct TokenLoop {
   }
 };
 
-// Tokens are looked up some at a time, before the work on them, so that neither is in the way of the other.
+// Tokens are looked up kMost at a time, before the work on them: ids, positions and address arithmetic then do not
+// compete with the vector loops for registers.
 template <class T, Source source>
 struct Lookup {
   static constexpr int64_t kMost = 64;
@@ -315,7 +320,8 @@ struct Lookup {
   Token<acc_t> tokens[kMost + kPrefetchTokens];
   int64_t t[kMost];
 
-  // The next `count` tokens of the loop, which moves on past them, and the tokens to prefetch; `left` are left in all.
+  // Looks up the next `count` tokens, moves the loop past them, and looks up those to prefetch after them. `left`:
+  // tokens until the end of this thread's work.
   void collect(const ForwardParams& params, TokenLoop& loop, int64_t count, int64_t left) {
     for (int64_t i = 0; i < count; ++i, loop.next()) {
       tokens[i] = token_of<source, acc_t>(params, loop.b, loop.t);
@@ -331,8 +337,8 @@ struct Lookup {
   }
 };
 
-// Tiles that a thread keeps at a time: 16 KB in fp32. They hold whole rows for a block of positions, so that a batch
-// row is written for several positions in a row before the next one is turned to.
+// A thread's tiles: 16 KB in fp32. They hold whole rows of several positions, so that consecutive rows of out are
+// written before the next batch row.
 constexpr int64_t kTiles = 8;
 
 template <class T, Source source, bool stream>
@@ -342,12 +348,12 @@ class ForwardLoop {
 
   explicit ForwardLoop(const ForwardParams& params) : params_(params) {}
 
-  // An encoding for each token.
-  void own_encodings(int64_t begin, int64_t end) {
+  // Makes an encoding for each token.
+  void write_own(int64_t begin, int64_t end) {
     const Columns& columns = params_.encoding.columns;
     fused_ = sizeof(acc_t) == sizeof(float) && columns.encoded && columns.step == 2 && !columns.cosine_first() &&
              columns.width % (2 * kLanes<float>) == 0 && params_.column_stride == 1;
-    running_ = fused_ && RunningPhases::pay(params_, end - begin);
+    running_ = fused_ && RunningPhases::worth_it(params_, end - begin);
     TokenLoop loop(params_.tokens, params_.tokens.seq, begin);
     for (int64_t at = begin; at < end; at += Lookup<T, source>::kMost) {
       const int64_t count = std::min(Lookup<T, source>::kMost, end - at);
@@ -368,8 +374,8 @@ class ForwardLoop {
     }
   }
 
-  // An encoding for each position, added to all rows of the batch.
-  void shared_encodings(int64_t begin, int64_t end) {
+  // Makes an encoding for each position and adds it to all rows of the batch.
+  void write_shared(int64_t begin, int64_t end) {
     const int64_t in_pass = std::min(tiles_per_row(), kTiles);
     TokenLoop loop(params_.tokens, kTiles / in_pass, begin);
     for (int64_t at = begin; at < end;) {
@@ -449,9 +455,9 @@ void forward(int64_t begin, int64_t end, void* context) {
   const auto run = [&](auto element, auto source, auto stream) {
     ForwardLoop<decltype(element), source.value, stream.value> loop(params);
     if (params.positions.shared() && params.tokens.batch > 1) {
-      loop.shared_encodings(begin, end);
+      loop.write_shared(begin, end);
     } else {
-      loop.own_encodings(begin, end);
+      loop.write_own(begin, end);
     }
     if (stream.value) end_stream();
   };
