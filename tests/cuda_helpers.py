@@ -48,17 +48,12 @@ def settle() -> None:
         posenc_ext.check_errors()
 
 
-def free_bytes() -> int:
-    """Memory that a test may ask for."""
-    if ON_GPU:
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def needs_bytes(count: int) -> None:
     """Skip the test that calls it where memory is short."""
-    free = free_bytes()
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
     if free < count:
         pytest.skip(f"needs {count / 2**30:.0f} GiB of memory, {free / 2**30:.1f} are free")
 
@@ -92,9 +87,8 @@ def assert_gradient(got: Tensor | None, want: Tensor | None, what: str = "") -> 
     if got.is_sparse:
         assert got.is_coalesced() == want.is_coalesced(), what
         assert_same_bits(got._indices().cpu(), want._indices(), f"{what}, rows")
-        assert_same_bits(got._values().cpu(), want._values(), f"{what}, values")
-    else:
-        assert_same_bits(got.cpu(), want, what)
+        got, want = got._values(), want._values()
+    assert_same_bits(got.cpu(), want, what)
 
 
 # ---- ids out of range ------------------------------------------------------------------------------------------------

@@ -157,8 +157,7 @@ def float32_frequencies(width: int, convention: Convention) -> np.ndarray:
 def columns(width: int, layout: str, odd: str) -> tuple[list[int], list[int]]:
     """The columns of the sines and of the cosines, fastest first: what changes sign with the position, and what not."""
     there, back = sinusoid_table([0.5, -0.5], width, base=4.0, layout=layout, odd=odd)
-    found = ([j for j in range(width) if there[j] == s * back[j] != 0] for s in (-1, 1))
-    sines, cosines = found
+    sines, cosines = ([j for j in range(width) if there[j] == s * back[j] != 0] for s in (-1, 1))
     return sorted(sines, key=lambda j: -there[j]), sorted(cosines, key=lambda j: there[j])
 
 
@@ -176,8 +175,7 @@ def true_encoding(positions: Any, width: int, convention: Convention, precision:
     positions = np.asarray(positions, dtype=np.int64)
     if precision == "exact":
         return sinusoid_table(positions, width, **fields(convention))
-    angle = positions.astype(np.float32)[..., None] * float32_frequencies(width, convention)
-    angle = angle.astype(np.float64)
+    angle = (positions.astype(np.float32)[..., None] * float32_frequencies(width, convention)).astype(np.float64)
     return arranged(np.sin(angle), np.cos(angle), width, convention)
 
 

@@ -194,21 +194,20 @@ def test_a_batch_is_its_rows_and_a_sequence_its_steps(dtype, precision):
     weight = torch.randn(50, 131).to(dtype)
     ids = torch.randint(50, (4, 9))
     options = {"precision": precision, "convention": "fairseq"}
-    whole = embed(ids, weight, offset=5, **options)
-    added = add_positional_encoding(weight[ids], offset=5, **options)
-    encoding = positional_encoding(9, 131, offset=5, dtype=dtype, **options)
-    for row in range(4):
-        assert_same_bits(embed(ids[row], weight, offset=5, **options), whole[row], f"row {row}")
-        assert_same_bits(add_positional_encoding(weight[ids[row]], offset=5, **options), added[row], f"add, row {row}")
-    for step in range(9):
-        one = ids[:, step : step + 1]
-        assert_same_bits(embed(one, weight, offset=5 + step, **options), whole[:, step : step + 1], f"step {step}")
-        got = add_positional_encoding(weight[one], offset=5 + step, **options)
-        assert_same_bits(got, added[:, step : step + 1], f"add, step {step}")
-        got = positional_encoding(1, 131, offset=5 + step, dtype=dtype, **options)
-        assert_same_bits(got, encoding[step : step + 1], f"PE, step {step}")
+
+    def results(part, offset):
+        encoding = positional_encoding(part.shape[-1], 131, offset=offset, dtype=dtype, **options)
+        added = add_positional_encoding(weight[part], offset=offset, **options)
+        return embed(part, weight, offset=offset, **options), added, encoding.expand_as(added)
+
+    whole = results(ids, 5)
+    parts = {f"row {row}": (ids[row], 5, row) for row in range(4)}
+    parts.update({f"step {i}": (ids[:, i : i + 1], 5 + i, (slice(None), slice(i, i + 1))) for i in range(9)})
+    for name, (part, offset, place) in parts.items():
+        for source, got, want in zip(("embed", "add", "PE"), results(part, offset), whole, strict=True):
+            assert_same_bits(got, want[place], f"{source}, {name}")
     token = embed(ids[2, 3], weight, positions=torch.tensor(5 + 3 + 2), **options)
-    assert_same_bits(token, whole[2, 3], "one token")
+    assert_same_bits(token, whole[0][2, 3], "one token")
 
 
 @pytest.mark.parametrize("width", [64, 131])

@@ -102,24 +102,24 @@ def truth(batch):
     return encoding, bound + 2.0**-52 * np.abs(batch.places, dtype=np.float64)[..., None]
 
 
-def rounding(value, dtype):
-    """What a sum of two terms, a product and the store may add, for terms of this size."""
-    return 3 * unit_roundoff(wide(dtype)) * value + (unit_roundoff(dtype) * 1.01 * value if dtype != wide(dtype) else 0)
+def assert_sum(got, batch, rows):
+    """Rows plus encoding, but for the rounding of a product, a sum of two terms and the store."""
+    encoding, bound = truth(batch)
+    dtype, size = batch.weight.dtype, np.abs(rows) + np.abs(encoding)
+    bound = bound + 3 * unit_roundoff(wide(dtype)) * size + 2.0**-25 * (dtype == torch.float16)
+    if dtype != wide(dtype):
+        bound = bound + unit_roundoff(dtype) * 1.01 * size
+    assert_close(got, rows + encoding, bound, f"{batch.kwargs}")
 
 
 @settings(max_examples=120, **SETTINGS)
 @given(batches(), scales)
 def test_embed(batch, scale):
     got = embed(batch.ids, batch.weight, positions=batch.positions, token_scale=scale, **batch.kwargs)
-    encoding, bound = truth(batch)
-    width, dtype = batch.weight.shape[1], batch.weight.dtype
-    rows = batch.weight.double()[batch.ids.long()].numpy() * (math.sqrt(width) if scale is None else scale)
-    size = np.abs(rows) + np.abs(encoding)
-    assert_close(
-        got, rows + encoding, bound + rounding(size, dtype) + 2.0**-25 * (dtype == torch.float16), f"{batch.kwargs}"
-    )
+    rows = batch.weight.double()[batch.ids.long()].numpy()
+    assert_sum(got, batch, rows * (math.sqrt(batch.weight.shape[1]) if scale is None else scale))
     assert got.is_contiguous()
-    assert got.dtype == dtype
+    assert got.dtype == batch.weight.dtype
 
 
 @settings(max_examples=80, **SETTINGS)
@@ -127,14 +127,7 @@ def test_embed(batch, scale):
 def test_add(batch):
     x = laid_out(batch.weight[batch.ids.long()], batch.random)
     got = add_positional_encoding(x, positions=batch.positions, **batch.kwargs)
-    encoding, bound = truth(batch)
-    size = np.abs(x.double().numpy()) + np.abs(encoding)
-    assert_close(
-        got,
-        x.double().numpy() + encoding,
-        bound + rounding(size, x.dtype) + 2.0**-25 * (x.dtype == torch.float16),
-        f"{batch.kwargs}",
-    )
+    assert_sum(got, batch, x.double().numpy())
 
 
 @settings(max_examples=80, **SETTINGS)
@@ -142,16 +135,13 @@ def test_add(batch):
 def test_out_is_the_same_and_nothing_around_it_is_touched(batch):
     want = embed(batch.ids, batch.weight, positions=batch.positions, **batch.kwargs)
     start, gap = torch.randint(0, 9, (2,), generator=batch.random).tolist()
-    buffer = torch.full((math.prod(want.shape[:-1]), want.shape[-1] + start + gap), 7.0, dtype=want.dtype)
-    out = (
-        buffer[:, start : start + want.shape[-1]].unflatten(0, want.shape[:-1])
-        if want.dim() > 1
-        else buffer[0, start : start + len(want)]
-    )
+    end = start + want.shape[-1]
+    buffer = torch.full((*want.shape[:-1], end + gap), 7.0, dtype=want.dtype)
+    out = buffer[..., start:end]
     embed(batch.ids, batch.weight, positions=batch.positions, out=out, **batch.kwargs)
     assert_same_bits(out, want, f"{batch.kwargs}")
-    assert (buffer[:, :start] == 7).all()
-    assert (buffer[:, start + want.shape[-1] :] == 7).all()
+    assert (buffer[..., :start] == 7).all()
+    assert (buffer[..., end:] == 7).all()
 
 
 @settings(max_examples=120, **SETTINGS)
@@ -180,9 +170,8 @@ def test_gradient(batch, scale, sparse, by_frequency, padding_idx):
 )
 def test_exact_at_any_position(positions, width, convention, dtype):
     got = positional_encoding(torch.tensor(positions), width, convention=convention, precision="exact", dtype=dtype)
-    assert_close(
-        got, exact_encoding(positions, width, convention), 2.5e-7 if dtype == torch.float32 else 1e-15, f"{convention}"
-    )
+    bound = 2.5e-7 if dtype == torch.float32 else 1e-15
+    assert_close(got, exact_encoding(positions, width, convention), bound, f"{convention}")
 
 
 @settings(max_examples=60, **SETTINGS)

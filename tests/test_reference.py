@@ -1,5 +1,6 @@
 """The textbook twins against loops written from the formula, and mpmath."""
 
+import functools
 import itertools
 import math
 
@@ -8,9 +9,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from helpers import default_dtype, fields
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers import assert_refused, default_dtype, fields
 
 from posenc_ext import reference
 
@@ -107,15 +106,17 @@ def test_positional_encoding_adds_the_first_rows():
     x = torch.randn(3, 5, 6)
     out = module(x)
     expected = table_of_columns(range(5), 6)
-    for row in range(3):
-        np.testing.assert_allclose(out[row] - x[row], expected, atol=5e-7)
+    np.testing.assert_allclose(out - x, np.broadcast_to(expected, (3, 5, 6)), atol=5e-7)
 
 
-def test_positional_encoding_ends_with_its_table():
-    module = reference.PositionalEncoding(6, max_len=8)
-    assert module(torch.zeros(1, 8, 6)).shape == (1, 8, 6)
-    with pytest.raises(ValueError, match=r"at most max_len, the 8 positions of its table, got 9"):
-        module(torch.zeros(1, 9, 6))
+def test_positions_end_with_their_table():
+    for module, error, words in (
+        (reference.PositionalEncoding(6, max_len=8), ValueError, "of its table"),
+        (reference.LearnedPositionalEmbedding(8, 6), IndexError, "it has rows for"),
+    ):
+        assert module(torch.zeros(1, 8, 6)).shape == (1, 8, 6)
+        call = functools.partial(module, torch.zeros(1, 9, 6))
+        assert_refused(call, "at most max_len, the 8 positions", words, "got 9", error=error)
 
 
 def test_positional_encoding_defaults_to_5000_positions_whatever_the_default_dtype():
@@ -141,39 +142,16 @@ def test_learned_positions_add_their_rows_and_learn():
     np.testing.assert_array_equal(module.weight.grad, [[2.0] * 3] * 3 + [[0.0] * 3])
 
 
-def test_learned_positions_end_where_the_sinusoid_goes_on():
-    learned = reference.LearnedPositionalEmbedding(4, 3)
-    assert learned(torch.zeros(1, 4, 3)).shape == (1, 4, 3)
-    with pytest.raises(IndexError, match=r"at most max_len, the 4 positions it has rows for, got 5"):
-        learned(torch.zeros(1, 5, 3))
-
-
 # ---- NumPy table -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("d", WIDTHS)
 def test_numpy_table_against_mpmath(d):
+    assert reference.get_sinusoidal_positional_encoding(0, d).shape == (0, d)
     table = reference.get_sinusoidal_positional_encoding(40, d)
     assert table.shape == (40, d)
     assert table.dtype == np.float64
     np.testing.assert_allclose(table, table_of_columns(range(40), d), rtol=0, atol=40 * 2**-50)
-
-
-def test_numpy_table_of_no_positions():
-    assert reference.get_sinusoidal_positional_encoding(0, 5).shape == (0, 5)
-
-
-@pytest.mark.parametrize(
-    ("seq_len", "d_model", "message"),
-    [
-        (-1, 4, "seq_len must not be negative, got -1"),
-        (4, 0, "d_model must be positive, got 0"),
-        (4, -2, "d_model must be positive, got -2"),
-    ],
-)
-def test_numpy_table_refuses(seq_len, d_model, message):
-    with pytest.raises(ValueError, match=message):
-        reference.get_sinusoidal_positional_encoding(seq_len, d_model)
 
 
 # ---- sinusoid_table --------------------------------------------------------------------------------------------------
@@ -191,27 +169,6 @@ def test_table_of_every_convention_against_mpmath(convention):
         assert (error <= bound).all(), (d, error.max())
 
 
-def test_table_rows_written_out():
-    s, c = math.sin, math.cos
-
-    def row(d, **spec):
-        return reference.sinusoid_table(1, d, **spec).tolist()
-
-    near = pytest.approx
-    assert row(4) == near([s(1), c(1), s(0.01), c(0.01)], abs=1e-15)
-    assert row(4, layout="sin_cos") == near([s(1), s(0.01), c(1), c(0.01)], abs=1e-15)
-    assert row(4, layout="cos_sin") == near([c(1), c(0.01), s(1), s(0.01)], abs=1e-15)
-    assert row(4, divisor="half_minus_1") == near([s(1), c(1), s(1e-4), c(1e-4)], abs=1e-15)
-    assert row(5, odd="zero", layout="sin_cos", base=32.0) == near([s(1), s(0.25), c(1), c(0.25), 0], abs=1e-15)
-    assert row(5, odd="zero", layout="cos_sin", base=32.0) == near([c(1), c(0.25), s(1), s(0.25), 0], abs=1e-15)
-    assert row(5, base=32.0) == near([s(1), c(1), s(0.25), c(0.25), s(0.0625)], abs=1e-15)
-    assert row(5, layout="sin_cos", base=32.0) == near([s(1), s(0.25), s(0.0625), c(1), c(0.25)], abs=1e-15)
-    assert row(5, layout="cos_sin", base=32.0) == near([c(1), c(0.25), s(1), s(0.25), s(0.0625)], abs=1e-15)
-    assert row(5, odd="round_up", base=64.0) == near([s(1), c(1), s(0.25), c(0.25), s(0.0625)], abs=1e-15)
-    assert row(1) == near([s(1)])
-    assert row(1, odd="zero") == [0.0]
-
-
 def test_table_takes_positions_of_any_shape():
     positions = [[0, 1, 2], [3, 4, 5]]
     table = reference.sinusoid_table(positions, 3)
@@ -221,36 +178,24 @@ def test_table_takes_positions_of_any_shape():
     assert reference.sinusoid_table(7, 3).shape == (3,)
 
 
-@given(p=st.integers(-10_000, 10_000), n=st.integers(-10_000, 10_000), half=st.integers(1, 8))
-def test_moving_on_is_a_rotation_of_every_pair(p, n, half):
-    """The lesson of the module docstring: the step from p to p + n is the same matrix for all p."""
-    here, there = reference.sinusoid_table([p, p + n], 2 * half)
-    for k in range(half):
-        turn = n * 10000.0 ** (-k / half)
-        sine, cosine = here[2 * k], here[2 * k + 1]
-        assert there[2 * k] == pytest.approx(sine * math.cos(turn) + cosine * math.sin(turn), abs=1e-10)
-        assert there[2 * k + 1] == pytest.approx(cosine * math.cos(turn) - sine * math.sin(turn), abs=1e-10)
+def numpy_form(seq_len=4, d_model=4):
+    return reference.get_sinusoidal_positional_encoding(seq_len, d_model)
 
 
-def test_frequencies_of_half_minus_1_end_at_one_over_base():
-    frequencies = reference.sinusoid_frequencies(16, base=500.0, divisor="half_minus_1")
-    assert len(frequencies) == 8
-    assert frequencies[0] == 1
-    assert frequencies[-1] == pytest.approx(1 / 500, rel=1e-15)
+def table_form(**arguments):
+    return reference.sinusoid_table([0, 1], **{"d_model": 4, **arguments})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("function", "name", "value", "rule"),
     [
-        ({"d_model": 0}, "d_model must be positive, got 0"),
-        ({"d_model": -3}, "d_model must be positive, got -3"),
-        ({"base": 0.0}, "base must be positive, got 0.0"),
-        ({"base": math.nan}, "base must be positive, got nan"),
-        ({"divisor": "half"}, "divisor must be one of .*, got 'half'"),
-        ({"layout": "sines"}, "layout must be one of .*, got 'sines'"),
-        ({"odd": "cosine"}, "odd must be one of .*, got 'cosine'"),
+        (numpy_form, "seq_len", -1, "must not be negative"),
+        *[(form, "d_model", value, "must be positive") for form in (numpy_form, table_form) for value in (0, -3)],
+        *[(table_form, "base", value, "must be positive") for value in (0.0, math.nan)],
+        (table_form, "divisor", "half", "must be one of"),
+        (table_form, "layout", "sines", "must be one of"),
+        (table_form, "odd", "cosine", "must be one of"),
     ],
 )
-def test_table_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        reference.sinusoid_table(**{"positions": [0, 1], "d_model": 4, **arguments})
+def test_tables_refuse(function, name, value, rule):
+    assert_refused(lambda: function(**{name: value}), f"{name} {rule}", f"got {value!r}")
