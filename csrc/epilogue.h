@@ -5,16 +5,16 @@
 // PyTorch's to the bit.
 #pragma once
 
-#include "params.h"
+#include "token.h"
 
 namespace posenc {
 inline namespace POSENC_ISA {
 
 // Without an encoding nothing is added: base + 0 would turn -0 into +0.
 template <Source source, bool encoded, class value_t, class acc_t>
-POSENC_HD value_t epilogue(value_t base, value_t encoding, acc_t scale) {
+POSENC_HD value_t epilogue(value_t base, value_t encoding, const Token<acc_t>& token) {
   if constexpr (source == Source::none) return encoding;
-  if constexpr (source == Source::gathered) base = base * scale;
+  if constexpr (source == Source::gathered) base = base * token.scale;
   if constexpr (encoded) base = base + encoding;
   return base;
 }

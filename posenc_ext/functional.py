@@ -10,6 +10,7 @@ cos(-p) = cos(p) exactly.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,9 +99,10 @@ def embed(
             sparse,
         )
     )
+    general: dict[str, Any] | None = None  # what only the op embed_general takes
     if max_norm is None and out is None:
-        return _embed.run(call)
-    return _embed_in_place(call, max_norm, norm_type, out)
+        return _embed.run(call, general)
+    return _embed_in_place(call, max_norm, norm_type, out, general)
 
 
 def scaled_embedding(
@@ -267,12 +269,16 @@ def _sizes(weight: Tensor) -> torch.Size:
     return sizes
 
 
-def _embed_in_place(call: EmbedCall, max_norm: float | None, norm_type: float, out: Tensor | None) -> Tensor:
+def _embed_in_place(
+    call: EmbedCall, max_norm: float | None, norm_type: float, out: Tensor | None, general: dict[str, Any] | None = None
+) -> Tensor:
     """An embed that writes: to the rows of weight that are too long, or to out."""
     check_offset("embed", call.offset)
     weight, input, positions, offset, token_scale, base, flags, *_ = call
     if out is not None:
         _refuse_gradient("embed", weight=weight, out=out)
+        if general is not None:
+            raise ValueError(f"posenc_ext::embed: out= cannot be combined with {', '.join(general)}")
     if max_norm is not None:
         if not max_norm > 0:
             raise ValueError(f"posenc_ext::embed: max_norm must be positive, got {max_norm}")
@@ -281,7 +287,7 @@ def _embed_in_place(call: EmbedCall, max_norm: float | None, norm_type: float, o
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     if out is None:
-        return _embed.run(call)
+        return _embed.run(call, general)
     _ops.embed_out(weight, input, positions, offset, token_scale, base, flags, out)
     return _bump_version(out)
 

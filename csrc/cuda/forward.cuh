@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_column(const ForwardParams& params, const 
   acc_of<T> base = 0;
   if constexpr (source != Source::none)
     base = to_acc(static_cast<const T*>(params.base)[token.base + column * params.column_stride]);
-  static_cast<T*>(params.out)[token.out + column] = from_acc<T>(epilogue<source, encoded>(base, encoding, token.scale));
+  static_cast<T*>(params.out)[token.out + column] = from_acc<T>(epilogue<source, encoded>(base, encoding, token));
 }
 
 template <class T, Source source>
@@ -211,7 +211,7 @@ struct VectorColumns {
         acc_t values[kVector<T>];
 #pragma unroll
         for (int c = 0; c < kVector<T>; ++c)
-          values[c] = epilogue<source, kEncoded>(to_acc(base[i][v].element[c]), encoding.of[v][c], tokens[i].scale);
+          values[c] = epilogue<source, kEncoded>(to_acc(base[i][v].element[c]), encoding.of[v][c], tokens[i]);
         store_vector(static_cast<T*>(params.out) + tokens[i].out + column[v], values);
       }
     }

@@ -174,8 +174,9 @@ void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, i
 
 Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, std::optional<Tensor> frequencies,
                      std::optional<Tensor> position_table, std::optional<Tensor> seed, int64_t offset,
-                     double token_scale, double base, int64_t flags, int64_t, bool, bool, double encoding_scale,
-                     int64_t at_padding, double dropout_p) {
+                     double token_scale, double base, int64_t flags, int64_t padding_idx, bool, bool,
+                     double encoding_scale, int64_t at_padding, double dropout_p) {
+  (void)padding_idx;
   const char* op = "embed_general";
   const auto refuse = [&](const char* argument, bool given) {
     POSENC_CHECK(!given, op, argument, " is not supported yet");

@@ -22,23 +22,31 @@ _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 
 
-def run(call: EmbedCall) -> Tensor:
-    """The layer, differentiable in weight."""
+def run(call: EmbedCall, general: dict[str, Any] | None = None) -> Tensor:
+    """The layer, differentiable in weight; `general`: arguments that only the op `embed_general` takes."""
     result: Tensor
     if _is_compiling() and not compose.needed():
         if call.sparse:
             raise NotImplementedError(
                 "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
             )
-        result = _embed(*call)
+        result = _embed(*call) if general is None else _run_general(call, general)
         return result
     if not -INT64 <= call.offset < INT64:
         raise offset_error("embed", call.offset)
     if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
-        return compose.embed(call)
+        return compose.embed(call, **(general or {}))
+    if general is not None:
+        return _run_general(call, general)
     if call.weight.requires_grad and _grad_enabled():
         return _apply(*call)
     result = _embed_fwd(*call[:_FORWARD])
+    return result
+
+
+def _run_general(call: EmbedCall, general: dict[str, Any]) -> Tensor:
+    named = dict(zip(EmbedCall._fields[3:], call[3:], strict=True))  # its tensors are positional
+    result: Tensor = _ops.embed_general.default(*call[:3], **named, **general)
     return result
 
 

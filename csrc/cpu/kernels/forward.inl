@@ -210,31 +210,32 @@ constexpr int64_t kPrefetchTokens = 3;
 POSENC_HD void prefetch_to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 template <class T, Source source, bool encoded>
-POSENC_HD T one_element(const T* base, const typename Element<T>::acc_t* encoding, typename Element<T>::acc_t scale) {
+POSENC_HD T one_element(const T* base, const typename Element<T>::acc_t* encoding,
+                        Token<typename Element<T>::acc_t> token) {
   using acc_t = typename Element<T>::acc_t;
   acc_t value = 0, added = 0;
   if constexpr (source != Source::none) value = Element<T>::to_acc(*base);
   if constexpr (encoded) added = *encoding;
-  return Element<T>::from_acc(epilogue<source, encoded>(value, added, scale));
+  return Element<T>::from_acc(epilogue<source, encoded>(value, added, token));
 }
 
 // One span of a row. `later` is the same span of the row to prefetch, where columns are contiguous.
 template <class T, Source source, bool stream, bool encoded>
 POSENC_HD void write_span(const T* base, int64_t column_stride, const T* later,
                           const typename Element<T>::acc_t* encoding, T* out, int64_t count,
-                          typename Element<T>::acc_t scale) {
+                          Token<typename Element<T>::acc_t> token) {
   using E = Element<T>;
   using Vector = typename E::Vector;
   constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));  // elements of one whole-vector store
   const auto one = [&](int64_t i) {
     out[i] =
-        one_element<T, source, encoded>(base + i * column_stride, encoded ? encoding + kept_at<T>(i) : nullptr, scale);
+        one_element<T, source, encoded>(base + i * column_stride, encoded ? encoding + kept_at<T>(i) : nullptr, token);
   };
   int64_t i = 0;
   if constexpr (stream && E::kSplit) {
     // Encodings are kept in groups from the start of the span, so its vectors cannot be moved to an aligned address.
     if (!stream_aligned(out))
-      return write_span<T, source, false, encoded>(base, column_stride, later, encoding, out, count, scale);
+      return write_span<T, source, false, encoded>(base, column_stride, later, encoding, out, count, token);
   } else if constexpr (stream) {
     for (; i < count && !stream_aligned(out + i); ++i) one(i);
   }
@@ -246,7 +247,7 @@ POSENC_HD void write_span(const T* base, int64_t column_stride, const T* later,
     for (int64_t v = 0; v < kVectorsPerStore<T>; ++v) {
       Vector added = {};
       if constexpr (encoded) added = load_bytes<Vector>(encoding + i + v * kLanes<typename E::acc_t>);
-      values[v] = epilogue<source, encoded>(values[v], added, scale);
+      values[v] = epilogue<source, encoded>(values[v], added, token);
     }
     E::template store<stream>(out + i, values);
   }
@@ -256,7 +257,7 @@ POSENC_HD void write_span(const T* base, int64_t column_stride, const T* later,
 // A whole row without the buffer: encodings go from the registers into the sum. `visit` calls what it is given as
 // visit_pairs does.
 template <class T, Source source, bool stream, class Visit>
-POSENC_HD void fused_row(const Visit& visit, const T* base, const T* later, T* out, float scale) {
+POSENC_HD void fused_row(const Visit& visit, const T* base, const T* later, T* out, Token<float> token) {
   using E = Element<T>;
   visit([&](int64_t i, const SinCos<FloatVector>& pair) {
     constexpr int64_t kStep = kVectorsPerStore<T> * kLanes<float>;
@@ -268,7 +269,7 @@ POSENC_HD void fused_row(const Visit& visit, const T* base, const T* later, T* o
       if constexpr (source == Source::gathered) prefetch_to_l2(later + at);
       if constexpr (source != Source::none) E::load(base + at, values);
       for (int64_t n = 0; n < kVectorsPerStore<T>; ++n)
-        values[n] = epilogue<source, true>(values[n], encoding[v + n], scale);
+        values[n] = epilogue<source, true>(values[n], encoding[v + n], token);
       E::template store<stream>(out + at, values);
     }
   });
@@ -419,7 +420,7 @@ class ForwardLoop {
         const auto write = [&](auto encoded) {
           write_span<T, source, stream, encoded.value>(base_of(i) + column * stride, stride,
                                                        base_of(i + kPrefetchTokens) + column, span.encoding,
-                                                       out_of(i) + span.column, span.count, lookup_.tokens[i].scale);
+                                                       out_of(i) + span.column, span.count, lookup_.tokens[i]);
         };
         span.encoding ? write(std::true_type{}) : write(std::false_type{});
       }
@@ -431,8 +432,7 @@ class ForwardLoop {
     if constexpr (sizeof(acc_t) == sizeof(float)) {
       const int64_t position = lookup_.tokens[i].position, pairs = params_.encoding.columns.pairs();
       const auto write = [&](const auto& visit) {
-        fused_row<T, source, stream_row>(visit, base_of(i), base_of(i + kPrefetchTokens), out_of(i),
-                                         lookup_.tokens[i].scale);
+        fused_row<T, source, stream_row>(visit, base_of(i), base_of(i + kPrefetchTokens), out_of(i), lookup_.tokens[i]);
       };
       if (running_ && position >= 0) {
         write([&](const auto& sink) { phases_.visit(params_.encoding.frequencies, position, pairs, sink); });
