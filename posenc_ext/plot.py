@@ -102,9 +102,8 @@ def _waves(d_model: int, convention: Convention) -> list[tuple[float, int, int |
     )
     sines, cosines = len(frequency), d_model // 2
     sine_columns, cosine_columns = reference.sinusoid_columns(d_model, convention.layout, sines=sines)
-    columns = range(d_model)
-    pairs = [*columns[cosine_columns], *[None] * (sines - cosines)]
-    return list(zip((2 * math.pi / frequency).tolist(), columns[sine_columns], pairs, strict=True))
+    pairs = [*cosine_columns, *[None] * (sines - cosines)]
+    return list(zip((2 * math.pi / frequency).tolist(), sine_columns, pairs, strict=True))
 
 
 def draw_similarity(figure: Figure, table: reference.FloatArray, convention: Convention) -> None:

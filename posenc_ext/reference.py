@@ -26,6 +26,7 @@ in double precision.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -192,24 +193,24 @@ def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = 
     return np.power(np.float64(base), exponent)
 
 
-def sinusoid_columns(d_model: int, layout: str, *, sines: int) -> tuple[slice, slice]:
+def sinusoid_columns(d_model: int, layout: str, *, sines: int) -> tuple[Sequence[int], Sequence[int]]:
     """Which columns of an encoding hold the sines, and which the ``d_model // 2`` cosines, both fastest first.
 
     Args:
         d_model: width of the encoding.
         layout: see `sinusoid_table`.
-        sines: number of sines, the length of `sinusoid_frequencies`. A column that is in neither slice is zero.
+        sines: number of sines, the length of `sinusoid_frequencies`. A column that is in neither is zero.
 
     Raises:
         ValueError: if ``layout`` is unknown.
     """
     cosines = d_model // 2
     if layout == "interleaved":
-        return slice(0, 2 * sines, 2), slice(1, 2 * cosines, 2)
+        return range(0, 2 * sines, 2), range(1, 2 * cosines, 2)
     if layout == "sin_cos":
-        return slice(0, sines), slice(sines, sines + cosines)
+        return range(sines), range(sines, sines + cosines)
     if layout == "cos_sin":
-        return slice(cosines, cosines + sines), slice(0, cosines)
+        return range(cosines, cosines + sines), range(cosines)
     raise ValueError(f"sinusoid_columns: layout must be one of {_LAYOUTS}, got {layout!r}")
 
 

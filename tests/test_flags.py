@@ -19,6 +19,8 @@ from torch import Tensor
 from posenc_ext import _C, CONVENTIONS, Convention
 from posenc_ext.conventions import DIVISORS, LAYOUTS, ODD_RULES, PRECISIONS
 from posenc_ext.functional import embed, positional_encoding
+from posenc_ext.ops import embed as embed_op
+from posenc_ext.ops.call import EmbedCall
 
 ops = torch.ops.posenc_ext
 
@@ -291,3 +293,15 @@ def test_round_up_differs_at_odd_widths():
     """So that the test above means something."""
     narrow, up = (positional_encoding(5, 5, convention=name) for name in ("vaswani", "positional_encodings"))
     assert (narrow - up)[1:].abs().max() > 0.01
+
+
+def test_a_call_with_general_arguments_goes_to_embed_general():
+    """What later arguments will travel by: with none of them, values and gradients are those of embed."""
+    weight = make.table().requires_grad_()
+    call = EmbedCall(weight, make.ids((2, 5)), None, 3, 1.5, *make.spec("tensor2tensor"), 1)
+    general, plain = embed_op.run(call, {}), embed_op.run(call)
+    assert torch.equal(general, plain)
+    (expected,), (got,) = (torch.autograd.grad(y.square().sum(), weight) for y in (plain, general))
+    assert torch.equal(got, expected)
+    with pytest.raises(ValueError, match="embed_general: at_padding is not supported yet"):
+        embed_op.run(call, {"at_padding": 3})

@@ -166,7 +166,7 @@ POSENC_HD UintVector upper_words(WideVector a, WideVector b) {
       _mm256_castps_si256(_mm256_shuffle_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), _MM_SHUFFLE(3, 1, 3, 1)));
   return bit_cast<UintVector>(_mm256_permute4x64_epi64(by_halves, _MM_SHUFFLE(3, 1, 2, 0)));
 #else
-  UintVector result;
+  UintVector result = {};
   for (int64_t i = 0; i < kLanes<double>; ++i) {
     result[i] = static_cast<uint32_t>(a[i] >> 32);
     result[i + kLanes<double>] = static_cast<uint32_t>(b[i] >> 32);
