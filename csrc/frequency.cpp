@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <compare>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -13,14 +14,14 @@ namespace {
 // need 128 bits after up to `pairs` multiplications, each of which may lose the last bit.
 struct Fixed {
   uint64_t limb[4] = {};
+  auto operator<=>(const Fixed&) const = default;
 };
+constexpr Fixed kZero;
 
 constexpr int kLimbs = 4;
 constexpr int kSeriesTerms = 128;  // more than 192 bits for every series below; they stop at the first zero term
 
 Fixed from_integer(uint64_t value) { return {{value, 0, 0, 0}}; }
-
-bool is_zero(const Fixed& a) { return (a.limb[0] | a.limb[1] | a.limb[2] | a.limb[3]) == 0; }
 
 Fixed add(const Fixed& a, const Fixed& b) {
   Fixed sum;
@@ -42,12 +43,6 @@ Fixed subtract(const Fixed& a, const Fixed& b) {  // a >= b
     borrow = taken > a.limb[i] ? 1 : 0;
   }
   return difference;
-}
-
-bool less(const Fixed& a, const Fixed& b) {
-  for (int i = 0; i < kLimbs; ++i)
-    if (a.limb[i] != b.limb[i]) return a.limb[i] < b.limb[i];
-  return false;
 }
 
 Fixed multiply(const Fixed& a, const Fixed& b) {
@@ -75,13 +70,11 @@ Fixed divide(const Fixed& a, uint64_t divisor) {
   return quotient;
 }
 
-Fixed halve(const Fixed& a) { return divide(a, 2); }
-
 // 2 * atanh(t) = 2 * (t + t^3/3 + t^5/5 + ...), t <= 1/3
 Fixed twice_atanh(const Fixed& t) {
   const Fixed square = multiply(t, t);
   Fixed power = t, sum;
-  for (uint64_t n = 1; n < 2 * kSeriesTerms && !is_zero(power); n += 2) {
+  for (uint64_t n = 1; n < 2 * kSeriesTerms && power != kZero; n += 2) {
     sum = add(sum, divide(power, n));
     power = multiply(power, square);
   }
@@ -106,17 +99,17 @@ Fixed log_of(double base) {
 Fixed exp_of_minus(Fixed y) {
   const Fixed two = log_two();
   int halvings = 0;
-  while (!less(y, two)) {
+  while (y >= two) {
     y = subtract(y, two);
     ++halvings;
   }
   Fixed term = from_integer(1), sum = from_integer(1);
   for (uint64_t n = 1; n < kSeriesTerms; ++n) {
     term = divide(multiply(term, y), n);
-    if (is_zero(term)) break;
+    if (term == kZero) break;
     sum = n % 2 == 1 ? subtract(sum, term) : add(sum, term);
   }
-  for (int i = 0; i < halvings && !is_zero(sum); ++i) sum = halve(sum);
+  for (int i = 0; i < halvings && sum != kZero; ++i) sum = divide(sum, 2);
   return sum;
 }
 

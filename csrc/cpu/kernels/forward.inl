@@ -8,56 +8,47 @@ constexpr int64_t kTilePairs = 256;
 
 // ---- encodings
 
-// Whether the short formulas serve. exact: two words of each frequency are enough below 2^32. reference: the angle is
-// short, since no frequency is above 1 and so no angle above the position.
-POSENC_HD bool is_near(Precision precision, int64_t position) {
-  const uint64_t p = magnitude(position);
+// Whether the short formulas serve a position of magnitude p. exact: two words of each frequency are enough below 2^32.
+// reference: the angle is short, since no frequency is above 1 and so no angle above the position.
+POSENC_HD bool is_near(Precision precision, uint64_t p) {
   return precision == Precision::exact ? p >> 32 == 0 : static_cast<float>(p) < kShortAngle;
 }
 
-// Calls sink(i, sincos_at(i)) for `count` pairs, a whole vector at a time, with the sign that the position gives a
-// sine.
-template <class SinCosAt, class Sink>
-POSENC_HD void visit_with(const SinCosAt& sincos_at, int64_t position, int64_t count, const Sink& sink) {
-  const UintVector sign = splat(position < 0 ? 0x80000000u : 0u);
-  for (int64_t i = 0; i < count; i += kLanes<float>) {
-    SinCos<FloatVector> pair = sincos_at(i);
-    pair.sin = bit_cast<FloatVector>(bit_cast<UintVector>(pair.sin) ^ sign);
-    sink(i, pair);
-  }
-}
-
-// The position is near. The last vector may reach past the last pair: frequencies are padded.
+// Calls sink(i, sines and cosines of pairs first + i and on) for `count` pairs, a whole vector at a time, at a near
+// position of magnitude p. The last vector may reach past the last pair: frequencies are padded.
 template <class Sink>
-POSENC_HD void visit_near_pairs(const Encoding& encoding, int64_t position, int64_t first, int64_t count,
-                                const Sink& sink) {
+POSENC_HD void visit_near_pairs(const Encoding& encoding, uint64_t p, int64_t first, int64_t count, const Sink& sink) {
   const Frequencies& f = encoding.frequencies;
-  const uint64_t p = magnitude(position);
   if (encoding.precision == Precision::exact) {
     const UintVector p0 = splat(static_cast<uint32_t>(p));
     const auto word = [&](int n, int64_t i) { return load_bytes<UintVector>(f.turns[n] + first + i); };
-    visit_with([&](int64_t i) { return sincos_of_phase32(phase_of_product(p0, word(0, i), word(1, i))); }, position,
-               count, sink);
+    for (int64_t i = 0; i < count; i += kLanes<float>)
+      sink(i, sincos_of_phase32(phase_of_product(p0, word(0, i), word(1, i))));
   } else {
     const float p32 = static_cast<float>(p);
-    const auto angle = [&](int64_t i) { return load_bytes<FloatVector>(f.angular + first + i) * p32; };
-    visit_with([&](int64_t i) { return sincos_of_short_angle<UintVector>(angle(i)); }, position, count, sink);
+    for (int64_t i = 0; i < count; i += kLanes<float>)
+      sink(i, sincos_of_short_angle<UintVector>(load_bytes<FloatVector>(f.angular + first + i) * p32));
   }
 }
 
+// The same at any position.
 template <class Sink>
 POSENC_HD void visit_pairs(const Encoding& encoding, int64_t position, int64_t first, int64_t count, const Sink& sink) {
-  if (is_near(encoding.precision, position)) return visit_near_pairs(encoding, position, first, count, sink);
-  const auto sincos_at = [&](int64_t i) {
+  const uint64_t p = magnitude(position);
+  const UintVector sign = splat(position < 0 ? 0x80000000u : 0u);
+  const auto with_sign = [&](int64_t i, SinCos<FloatVector> pair) {
+    pair.sin = bit_cast<FloatVector>(bit_cast<UintVector>(pair.sin) ^ sign);
+    sink(i, pair);
+  };
+  if (is_near(encoding.precision, p)) return visit_near_pairs(encoding, p, first, count, with_sign);
+  for (int64_t i = 0; i < count; i += kLanes<float>) {
     SinCos<FloatVector> pairs;
     for (int64_t lane = 0; lane < kLanes<float>; ++lane) {
-      const SinCos<float> pair =
-          sincos_of_pair(encoding.frequencies, encoding.precision, magnitude(position), first + i + lane, float{});
+      const SinCos<float> pair = sincos_of_pair(encoding.frequencies, encoding.precision, p, first + i + lane, float{});
       pairs.sin[lane] = pair.sin, pairs.cos[lane] = pair.cos;
     }
-    return pairs;
-  };
-  visit_with(sincos_at, position, count, sink);
+    with_sign(i, pairs);
+  }
 }
 
 // The exact phases of the last position, to which one step is added for the next one: the same bits as a
@@ -323,7 +314,8 @@ struct Lookup {
 
   // Looks up the next `count` tokens, moves the loop past them, and looks up those to prefetch after them. `left`:
   // tokens until the end of this thread's work.
-  void collect(const ForwardParams& params, TokenLoop& loop, int64_t count, int64_t left) {
+  void collect(const ForwardParams& call, TokenLoop& loop, int64_t count, int64_t left) {
+    const ForwardParams params = call;  // local, so that it stays in registers while tokens are stored
     for (int64_t i = 0; i < count; ++i, loop.next()) {
       tokens[i] = token_of<source, acc_t>(params, loop.b, loop.t);
       t[i] = loop.t;
@@ -360,10 +352,11 @@ class ForwardLoop {
       const int64_t count = std::min(Lookup<T, source>::kMost, end - at);
       lookup_.collect(params_, loop, count, end - at);
       for (int64_t i = 0; i < count; ++i) {
-        if (!fused_ || !is_near(params_.encoding.precision, lookup_.tokens[i].position)) {
+        const int64_t position = lookup_.tokens[i].position;
+        if (!fused_ || position < 0 || !is_near(params_.encoding.precision, position)) {
           for (int64_t tile = 0; tile < tiles_per_row(); tile += kTiles) {
             const int64_t some = std::min(kTiles, tiles_per_row() - tile);
-            fill_tiles(lookup_.tokens[i].position, tile, some, 0);
+            fill_tiles(position, tile, some, 0);
             write_tiles(i, 0, some);
           }
         } else if (stream && !stream_aligned(out_of(i))) {
@@ -434,7 +427,7 @@ class ForwardLoop {
       const auto write = [&](const auto& visit) {
         fused_row<T, source, stream_row>(visit, base_of(i), base_of(i + kPrefetchTokens), out_of(i), lookup_.tokens[i]);
       };
-      if (running_ && position >= 0) {
+      if (running_) {
         write([&](const auto& sink) { phases_.visit(params_.encoding.frequencies, position, pairs, sink); });
       } else {
         write([&](const auto& sink) { visit_near_pairs(params_.encoding, position, 0, pairs, sink); });
