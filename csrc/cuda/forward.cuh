@@ -21,7 +21,7 @@ struct ForwardLaunch {
 };
 
 constexpr int kForwardThreads = 256;
-// Blocks that a multiprocessor must have room for: the compiler may otherwise spill to fit more.
+// Two blocks of 256 threads on a multiprocessor leave each thread up to 128 registers.
 constexpr int kForwardBlocks = 2;
 
 template <class T, Source source, Arrangement arrangement, Mode mode>

@@ -303,8 +303,7 @@ struct TokenLoop {
   }
 };
 
-// Tokens are looked up kMost at a time, before the work on them: ids, positions and address arithmetic then do not
-// compete with the vector loops for registers.
+// Tokens are looked up kMost at a time, before the work on them, so that the rows to prefetch are known.
 template <class T, Source source>
 struct Lookup {
   static constexpr int64_t kMost = 64;
