@@ -527,7 +527,7 @@ def test_fuse(kind, dropout, ids):
     assert type(fused) is posenc_ext.TransformerEmbedding
     assert make.weight_of(fused) is module[0].lut.weight
     assert not make.weight_of(fused).is_meta
-    assert fused.dropout == (dropout or 0.0)
+    assert fused.dropout.p == (dropout or 0.0)
     assert fused.training
     torch.manual_seed(8)
     expected = module(ids)
@@ -540,7 +540,8 @@ def test_fuse_takes_the_spec_over(ids):
     options = {"convention": "fairseq", "precision": "exact", "dropout": 0.3, "batch_first": False}
     module = encoded(posenc_ext.Embeddings(D, V), **options)
     fused = posenc_ext.fuse(module.requires_grad_(False))
-    assert {name: getattr(fused, name) for name in options} | {"convention": fused.convention.name} == options
+    found = {name: getattr(fused, name) for name in options}
+    assert found | {"convention": fused.convention.name, "dropout": fused.dropout.p} == options
     assert not fused.weight.requires_grad
     assert torch.equal(fused.eval()(ids), module.eval()(ids))
 

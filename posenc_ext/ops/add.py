@@ -20,8 +20,10 @@ _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 
 
-def run(x: Tensor, positions: Tensor | None, offset: int, spec: Spec) -> Tensor:
+def run(x: Tensor, positions: Tensor | None, offset: int, spec: Spec, token_scale: float = 1.0) -> Tensor:
     """Add encoding(positions + offset) to x, differentiably; positions, where given, have the shape of the tokens."""
+    if token_scale != 1:
+        x = x * token_scale  # TEMPORARY until add_general
     result: Tensor
     if _is_compiling() and not compose.needed():
         result = _add(x, positions, offset, *spec)
