@@ -82,12 +82,17 @@ def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None
     Autograd stores a sparse gradient as a new tensor of the same indices and values, which is not marked coalesced. An
     optimiser would then sort and sum once more.
     """
-    values = gradient._values()
+    rows, values = gradient._indices(), gradient._values()
+    version = rows._version
+
+    def unchanged(stored: Tensor) -> bool:  # a hook may have put something else in its place, or written to it
+        pairs = ((stored._indices(), rows), (stored._values(), values))
+        return rows._version == version and all(new.data_ptr() == old.data_ptr() for new, old in pairs)
 
     def at_end_of_backward() -> None:
         tensor = leaf()
         stored = None if tensor is None else tensor.grad
-        if stored is not None and stored.is_sparse and stored._values().data_ptr() == values.data_ptr():
+        if stored is not None and stored.is_sparse and unchanged(stored):
             stored._coalesced_(True)
 
     torch.autograd.Variable._execution_engine.queue_callback(at_end_of_backward)
