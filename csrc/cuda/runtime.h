@@ -1,25 +1,15 @@
-// What is kept for each device: its size, the place where out-of-range indices are recorded, frequencies. And errors of
-// the CUDA runtime as exceptions.
+// What is kept for each device: its size, the place where out-of-range indices are recorded, frequencies.
 #pragma once
-
-#include <cuda_runtime.h>
 
 #include <memory>
 #include <mutex>
-#include <stdexcept>
-#include <string>
 #include <unordered_map>
 
 #include "../frequency.h"
 #include "backend.h"
+#include "platform.cuh"
 
 namespace posenc::cuda {
-
-inline void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // raised here; the runtime would report it again after the next launch
-  throw std::runtime_error(std::string("posenc_ext: ") + what + " failed: " + cudaGetErrorString(error));
-}
 
 // Where kernels leave the first out-of-range index, and how the host learns of it and takes it.
 class ErrorRecord {
