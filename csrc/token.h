@@ -32,7 +32,10 @@ POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t 
   Token<acc_t> token;
   token.out = params.out_strides.at(b, t);
   token.position = position_of(params, b, t);
-  if constexpr (source == Source::dense) token.base = params.base_strides.at(b, t);
+  if constexpr (source == Source::dense) {
+    token.base = params.base_strides.at(b, t);
+    token.scale = static_cast<acc_t>(params.token_scale);
+  }
   if constexpr (source == Source::gathered) {
     const int64_t id = params.ids[params.tokens.order.at(b, t)];
     token.in_range = static_cast<uint64_t>(id) < static_cast<uint64_t>(params.rows);

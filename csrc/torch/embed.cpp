@@ -20,7 +20,7 @@ struct EmbedArgs {
   const Tensor* out = nullptr;
   // A gathered base term.
   const Tensor *weight = nullptr, *input = nullptr;
-  double token_scale = 1.0;
+  double token_scale = 1.0;  // of a dense one too
   // A dense one.
   const Tensor* x = nullptr;
   // The encoding alone.
@@ -201,6 +201,18 @@ void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int6
   run({.op = op, .spec = {base, flags, op}, .positions = given(positions), .offset = offset, .out = &out, .x = &x});
 }
 
+Tensor add_general(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags,
+                   double token_scale, int64_t first_column, int64_t d_model) {
+  const char* op = "add_general";
+  POSENC_CHECK(first_column == 0 && d_model == -1, op, "first_column and d_model are not supported yet");
+  return *run({.op = op,
+               .spec = {base, flags, op},
+               .positions = given(positions),
+               .offset = offset,
+               .token_scale = token_scale,
+               .x = &x});
+}
+
 Tensor encode(const Tensor& positions, int64_t d_model, int64_t offset, double base, int64_t flags, ScalarType dtype,
               const Tensor* out) {
   EmbedArgs args{"positional_encoding", {base, flags, "positional_encoding"}, &positions, offset, out};
@@ -230,6 +242,7 @@ void register_kernels(Library& m) {
   m.impl("add_positional_encoding", TORCH_BOX(&add_positional_encoding));
   m.impl("_add_positional_encoding_fwd", TORCH_BOX(&add_positional_encoding));
   m.impl("add_positional_encoding_out", TORCH_BOX(&add_positional_encoding_out));
+  m.impl("add_general", TORCH_BOX(&add_general));
   m.impl("positional_encoding", TORCH_BOX(&positional_encoding));
   m.impl("positional_encoding_out", TORCH_BOX(&positional_encoding_out));
 }

@@ -2,7 +2,8 @@
 // in every torch from 2.10 on.
 //
 // Every op takes its spec as scalars (base and flags, see Spec), so a compiled or exported graph holds no table and no
-// frequencies. New fields are new bits of flags; new arguments go to embed_general, whose graphs carry names.
+// frequencies. New fields are new bits of flags; new arguments go to embed_general and add_general, whose graphs carry
+// names.
 //   positions   None for the running index, or an integer tensor of the shape of the tokens
 //   offset      added to either
 // Ops named *_fwd and *_bwd are raw. The public names carry autograd formulas (posenc_ext/ops).
@@ -46,6 +47,9 @@ STABLE_TORCH_LIBRARY(posenc_ext, m) {
     define(name, "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor");
   define("add_positional_encoding_out",
          "(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
+  define("add_general",
+         "(Tensor x, Tensor? positions=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float "
+         "token_scale=1.0, SymInt first_column=0, SymInt d_model=-1) -> Tensor");
   define("positional_encoding",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
   define("positional_encoding_out",

@@ -1,4 +1,4 @@
-"""x + encoding: the eager entry and the formulas."""
+"""token_scale * x + encoding: the eager entry and the formulas."""
 
 from __future__ import annotations
 
@@ -11,28 +11,41 @@ from torch import Tensor
 
 from posenc_ext.conventions import Spec
 from posenc_ext.ops import compose
-from posenc_ext.ops.call import INT64, offset_error
+from posenc_ext.ops.call import INT64, by_name, offset_error
 from posenc_ext.ops.compose import transforms_active
 
-_add = torch.ops.posenc_ext.add_positional_encoding.default
-_add_fwd = torch.ops.posenc_ext._add_positional_encoding_fwd.default
+_ops = torch.ops.posenc_ext
+_add = _ops.add_positional_encoding.default
+_add_fwd = _ops._add_positional_encoding_fwd.default
+_add_general = _ops.add_general.default
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 
 
-def run(x: Tensor, positions: Tensor | None, offset: int, spec: Spec) -> Tensor:
+def run(x: Tensor, positions: Tensor | None, offset: int, spec: Spec, token_scale: float = 1.0) -> Tensor:
     """Add encoding(positions + offset) to x, differentiably; positions, where given, have the shape of the tokens."""
     result: Tensor
     if _is_compiling() and not compose.needed():
-        result = _add(x, positions, offset, *spec)
+        if token_scale == 1:
+            result = _add(x, positions, offset, *spec)
+        else:
+            result = _run_general(x, positions, offset, spec, token_scale)
         return result
     if not -INT64 <= offset < INT64:
         raise offset_error("add_positional_encoding", offset)
     if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
-        return compose.add(x, positions, offset, spec)
+        return compose.add(x, positions, offset, spec, token_scale)
+    if token_scale != 1:
+        return _run_general(x, positions, offset, spec, token_scale)
     if x.requires_grad and _grad_enabled():
         return _apply(x, positions, offset, *spec)
     result = _add_fwd(x, positions, offset, *spec)
+    return result
+
+
+def _run_general(x: Tensor, positions: Tensor | None, offset: int, spec: Spec, token_scale: float) -> Tensor:
+    base, flags = spec
+    result: Tensor = _add_general(x, positions, offset=offset, base=base, flags=flags, token_scale=token_scale)
     return result
 
 
@@ -48,3 +61,16 @@ class _Add(torch.autograd.Function):
 
 _apply: Callable[..., Tensor] = _Add.apply
 torch.library.register_autograd("posenc_ext::add_positional_encoding", _Add.backward)
+
+
+def _save_scale(
+    ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any] | None = None
+) -> None:
+    ctx.token_scale = by_name(_add_general, inputs, keyword_only_inputs or {})["token_scale"]
+
+
+def _add_general_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad * ctx.token_scale, None
+
+
+torch.library.register_autograd("posenc_ext::add_general", _add_general_formula, setup_context=_save_scale)

@@ -50,11 +50,11 @@ def weight_gradient(call: GradientCall, sparse: bool) -> Tensor:
     return result.to(call.grad.dtype)
 
 
-def add(x: Tensor, positions: Tensor | None, offset: int, spec: Spec) -> Tensor:
+def add(x: Tensor, positions: Tensor | None, offset: int, spec: Spec, token_scale: float = 1.0) -> Tensor:
     """As `ops.add.run`."""
     wide = _wide(x.dtype)
     encoding = _encoding(x.shape[:-1], x.shape[-1], positions, offset, spec, wide, x.device)
-    return (x.to(wide) + encoding).to(x.dtype)
+    return (x.to(wide) * token_scale + encoding).to(x.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -72,7 +72,7 @@ def _embed(
     return _output(op, weight, "weight", weight.dtype, input.shape, weight.shape[1], positions, out)
 
 
-def _add(op: str, x: Tensor, positions: Tensor | None, out: Tensor | None = None, **_: Any) -> Tensor:
+def _add(op: str, x: Tensor, positions: Tensor | None = None, out: Tensor | None = None, **_: Any) -> Tensor:
     _check_floating(op, "x", x.dtype)
     _require(x.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar")
     return _output(op, x, "x", x.dtype, x.shape[:-1], x.shape[-1], positions, out)
@@ -115,6 +115,7 @@ for _op, _check, *_names in (
     ("embed_backward_sparse", _gradient, "embed_backward_sparse", "_embed_bwd_sparse"),
     ("add_positional_encoding", _add, "add_positional_encoding", "_add_positional_encoding_fwd"),
     ("add_positional_encoding", _add, "add_positional_encoding_out"),
+    ("add_general", _add, "add_general"),
     ("positional_encoding", _encode, "positional_encoding", "positional_encoding_out"),
 ):
     for _name in _names:
