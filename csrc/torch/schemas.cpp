@@ -6,6 +6,8 @@
 // names.
 //   positions   None for the running index, or an integer tensor of the shape of the tokens
 //   offset      added to either
+//   first_row, total_rows, first_column, d_model
+//               weight (or x) is a shard: these rows and columns of a whole of that many; -1: it is the whole
 // Ops named *_fwd and *_bwd are raw. The public names carry autograd formulas (posenc_ext/ops).
 
 #include <torch/csrc/stable/library.h>
@@ -34,7 +36,8 @@ STABLE_TORCH_LIBRARY(posenc_ext, m) {
          "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
          "Tensor? seed=None, *, SymInt offset=0, float token_scale=1.0, float base=10000.0, int flags=1052672, int "
          "padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False, float encoding_scale=1.0, int "
-         "at_padding=0, float dropout_p=0.0) -> Tensor");
+         "at_padding=0, float dropout_p=0.0, SymInt first_row=0, SymInt total_rows=-1, SymInt first_column=0, SymInt "
+         "d_model=-1) -> Tensor");
   for (const char* name : {"embed_backward", "_embed_bwd"})
     define(name,
            "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool "
