@@ -2,24 +2,35 @@
 
 Positions. Without `positions` a token's position is its index along the sequence axis, from the convention's first
 position; the sequence axis is the last token axis (batch-first) or the first one (`batch_first=False`). `offset` is
-added to every position: the length of the cache, in a decoder. `positions` gives them explicitly: integers,
-broadcastable to the token axes, or 1-D along the sequence axis; negative ones are welcome, sin(-p) = -sin(p) and
-cos(-p) = cos(p) exactly.
+added to every position: the length of the cache, in a decoder. It is an int or an integer tensor, 0-d or one number for
+each row of the batch. `positions` gives them explicitly: integers, broadcastable to the token axes, or 1-D along the
+sequence axis; negative ones are welcome, sin(-p) = -sin(p) and cos(-p) = cos(p) exactly.
+
+Nested jagged tensors of ids or activations give nested jagged results; their positions start anew in each row.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
-from posenc_ext import _C
+from posenc_ext import _C, jagged
 from posenc_ext.conventions import DIVISORS, NO_ENCODING, Convention, resolve
 from posenc_ext.ops import add as _add
 from posenc_ext.ops import embed as _embed
-from posenc_ext.ops.call import EmbedCall, broadcast_positions, check_offset, new_embed_call
+from posenc_ext.ops.call import (
+    EmbedCall,
+    broadcast_positions,
+    check_integer,
+    check_offset,
+    new_embed_call,
+    resolve_offset,
+)
 
 _ops = torch.ops.posenc_ext
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
@@ -28,8 +39,10 @@ __all__ = [
     "add_positional_encoding",
     "angular_frequencies",
     "broadcast_positions",
+    "check_integer",
     "embed",
     "positional_encoding",
+    "resolve_offset",
     "scaled_embedding",
 ]
 
@@ -38,7 +51,7 @@ def embed(
     input: Tensor,
     weight: Tensor,
     *,
-    offset: int = 0,
+    offset: int | Tensor = 0,
     positions: Tensor | None = None,
     token_scale: float | None = None,
     convention: str | Convention = "vaswani",
@@ -79,8 +92,14 @@ def embed(
         ValueError: any other argument that does not fit.
         NotImplementedError: `sparse=True` inside torch.compile or torch.export.
     """
+    if has_torch_function_variadic(input, weight):
+        return _overridden(embed, "input", locals())
     chosen = resolve(convention)
     base, flags = chosen.spec(precision, batch_first)
+    if type(offset) is not int:
+        offset, positions = resolve_offset(
+            offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
+        )
     if positions is None:
         offset = offset + chosen.first_position
     else:
@@ -118,6 +137,8 @@ def scaled_embedding(
     out: Tensor | None = None,
 ) -> Tensor:
     """`weight[input] * token_scale` in one pass: `embed` without an encoding. Arguments and errors as there."""
+    if has_torch_function_variadic(input, weight):
+        return _overridden(scaled_embedding, "input", locals())
     call = new_embed_call(
         (
             weight,
@@ -139,17 +160,19 @@ def scaled_embedding(
 def add_positional_encoding(
     x: Tensor,
     *,
-    offset: int = 0,
+    offset: int | Tensor = 0,
     positions: Tensor | None = None,
+    token_scale: float = 1.0,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
     batch_first: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`x + PE` in one pass, without a table.
+    """`x * token_scale + PE` in one pass, without a table.
 
     Args:
         x: activations [..., length, d_model] (batch-first) or [length, ..., d_model], in the dtypes of `embed`.
+        token_scale: factor of `x`, for rows that were looked up elsewhere.
         offset, positions, convention, precision, batch_first: as in `embed`; the last axis of `x` is no token axis.
         out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
 
@@ -159,14 +182,30 @@ def add_positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
+    if has_torch_function_unary(x):
+        return _overridden(add_positional_encoding, "x", locals())
     chosen = resolve(convention)
     spec = chosen.spec(precision, batch_first)
+    if type(offset) is not int:
+        offset, positions = resolve_offset(
+            offset,
+            positions,
+            x.shape[:-1],
+            batch_first,
+            chosen.first_position,
+            x.device,
+            "add_positional_encoding",
+        )
     if positions is None:
         offset = offset + chosen.first_position
     else:
         positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
     if out is None:
-        return _add.run(x, positions, offset, spec)
+        return _add.run(x, positions, offset, spec, token_scale)
+    if token_scale != 1:
+        raise ValueError(
+            f"posenc_ext::add_positional_encoding: out= cannot be combined with token_scale, got {token_scale}"
+        )
     _refuse_gradient("add_positional_encoding", x=x, out=out)
     check_offset("add_positional_encoding", offset)
     _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
@@ -177,7 +216,7 @@ def positional_encoding(
     positions_or_length: Tensor | int,
     d_model: int,
     *,
-    offset: int = 0,
+    offset: int | Tensor = 0,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
     dtype: torch.dtype | None = None,
@@ -202,9 +241,11 @@ def positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
+    if isinstance(positions_or_length, Tensor) and has_torch_function_unary(positions_or_length):
+        return _overridden(positional_encoding, "positions_or_length", locals())
     chosen = resolve(convention)
     if isinstance(positions_or_length, Tensor):
-        positions = positions_or_length
+        positions, first = positions_or_length, 0
         if device is not None and torch.device(device) != positions.device:
             raise ValueError(
                 f"posenc_ext::positional_encoding: device must be that of positions ({positions.device}), got {device}"
@@ -212,13 +253,16 @@ def positional_encoding(
     else:
         if positions_or_length < 0:
             raise ValueError(f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}")
-        positions = torch.arange(positions_or_length, device=device)
-        offset = offset + chosen.first_position
-        if offset + positions_or_length > 2**63:
-            raise ValueError(
-                f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} "
-                "exceeds the int64 range"
-            )
+        positions, first = torch.arange(positions_or_length, device=device), chosen.first_position
+    if type(offset) is not int:
+        shape = positions.shape
+        offset, moved = resolve_offset(offset, positions, shape, True, 0, positions.device, "positional_encoding")
+        positions = positions if moved is None else moved
+    offset = offset + first
+    if not isinstance(positions_or_length, Tensor) and offset + positions_or_length > 2**63:
+        raise ValueError(
+            f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} exceeds the int64 range"
+        )
     check_offset("positional_encoding", offset)
     spec = chosen.spec(precision)
     if out is None:
@@ -251,6 +295,16 @@ def angular_frequencies(
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[str, Any]) -> Tensor:
+    """What a nested tensor, a subclass with `__torch_function__` or a mode makes of a call."""
+    given = arguments[tokens]
+    if isinstance(given, Tensor) and given.is_nested:
+        return jagged.apply(function, function.__name__, tokens, arguments)
+    relevant = (given, arguments["weight"]) if "weight" in arguments else (given,)
+    result: Tensor = handle_torch_function(function, relevant, **arguments)
+    return result
 
 
 def _row_of(padding_idx: int, weight: Tensor) -> int:

@@ -64,7 +64,7 @@ class _Pair(NamedTuple):
     @property
     def dropouts(self) -> list[float]:
         own = [self.encoding.dropout] if isinstance(self.encoding, PositionalEncoding) else []
-        return [p for p in (*own, *(m.p for m in self.rest if isinstance(m, nn.Dropout))) if p]
+        return [m.p for m in (*own, *self.rest) if isinstance(m, nn.Dropout) and m.p]
 
 
 def _pair(module: nn.Module) -> _Pair | None:
@@ -118,19 +118,13 @@ def _layer(pair: _Pair) -> TransformerEmbedding:
     layer = TransformerEmbedding(
         lut.num_embeddings,
         lut.embedding_dim,
-        padding_idx=lut.padding_idx,
         convention=own.convention,
         precision=own.precision,
         dropout=pair.dropouts[0] if pair.dropouts else 0.0,
         token_scale=embeddings.token_scale if isinstance(embeddings, Embeddings) else None,
-        max_norm=lut.max_norm,
-        norm_type=lut.norm_type,
-        scale_grad_by_freq=lut.scale_grad_by_freq,
-        sparse=lut.sparse,
         batch_first=own.batch_first,
         device="meta",
     )
-    # The same Parameter, not a copy (or what a parametrization made of it).
-    layer.weight = lut.weight  # type: ignore[assignment]
+    layer.lut = lut
     layer.train(pair.sequence.training)
     return layer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import operator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +12,35 @@ from torch import Tensor, nn
 from posenc_ext import functional
 from posenc_ext.checkpoints import consume_tables
 from posenc_ext.conventions import Convention, resolve
+from posenc_ext.plain import is_plain, plain_weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Embeddings", "LearnedPositionalEmbedding", "PositionalEncoding", "TransformerEmbedding"]
 
 _DEFAULT_TABLE_ROWS = 5000  # the textbook's max_len
 
 
-def _check(owner: str, **arguments: Any) -> None:
-    """Refuse what no layer can be made of; None is fine where it may be given."""
-    for name, value in arguments.items():
-        if name == "dropout" and not 0.0 <= value <= 1.0:
-            raise ValueError(f"posenc_ext.{owner}: dropout must lie in [0, 1], got {value}")
-        if name != "dropout" and value is not None and not value > 0:
-            raise ValueError(f"posenc_ext.{owner}: {name} must be positive, got {value}")
+def _size(owner: str, name: str, value: Any) -> int:
+    """A positive integer, or what is wrong with it."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        hint = "; dropout is a keyword argument here, as in dropout=0.1" if name == "max_len" else ""
+        raise TypeError(f"posenc_ext.{owner}: {name} must be an int, got {value!r}{hint}") from None
+    if size <= 0:
+        raise ValueError(f"posenc_ext.{owner}: {name} must be positive, got {value}")
+    return size
+
+
+def _no_more(owner: str, rest: tuple[Any, ...]) -> None:
+    """Refuse a third positional argument: the tutorials' order is (d_model, dropout, max_len)."""
+    if rest:
+        raise TypeError(
+            f"posenc_ext.{owner}: only d_model and max_len may be given without a keyword, got {rest[0]!r} as a third; "
+            f"the tutorials' {owner}(d_model, dropout, max_len) is {owner}(d_model, max_len, dropout=...) here"
+        )
 
 
 def _row(owner: str, padding_idx: int | None, vocab_size: int) -> None:
@@ -33,7 +50,144 @@ def _row(owner: str, padding_idx: int | None, vocab_size: int) -> None:
         )
 
 
-class Embeddings(nn.Module):
+def _dropout(owner: str, p: float) -> nn.Dropout:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"posenc_ext.{owner}: dropout must lie in [0, 1], got {p}")
+    return nn.Dropout(p)
+
+
+def _drop(dropout: Any, y: Tensor) -> Tensor:
+    """`dropout(y)`, which is not called where nothing would come of it."""
+    if is_plain(dropout, nn.Dropout) and not (dropout.training and dropout.p):
+        return y
+    result: Tensor = dropout(y)
+    return result
+
+
+def _of_lut(name: str) -> Any:
+    return property(
+        lambda self: getattr(self.lut, name), lambda self, value: setattr(self.lut, name, value), doc=f"`lut.{name}`."
+    )
+
+
+class _Lookup(nn.Module):
+    """A layer around `lut`, an `nn.Embedding`: what can be read and set of it as if the layer were one itself."""
+
+    lut: nn.Embedding
+    token_scale: float
+    weight = _of_lut("weight")
+    num_embeddings = _of_lut("num_embeddings")
+    embedding_dim = _of_lut("embedding_dim")
+    padding_idx = _of_lut("padding_idx")
+    max_norm = _of_lut("max_norm")
+    norm_type = _of_lut("norm_type")
+    scale_grad_by_freq = _of_lut("scale_grad_by_freq")
+    sparse = _of_lut("sparse")
+
+    def _make_lut(
+        self, d_model: int, vocab_size: int, padding_idx: int | None, max_norm: float | None, **rest: Any
+    ) -> None:
+        owner = type(self).__name__
+        self._d_model = _size(owner, "d_model", d_model)
+        vocab_size = _size(owner, "vocab_size", vocab_size)
+        _row(owner, padding_idx, vocab_size)
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"posenc_ext.{owner}: max_norm must be positive, got {max_norm}")
+        self.lut = nn.Embedding(vocab_size, self._d_model, padding_idx=padding_idx, max_norm=max_norm, **rest)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # nn.Module takes a Parameter for one of its own before it asks for a property.
+        if name == "weight":
+            self.lut.weight = value
+            return
+        if name == "lut" and getattr(value, "embedding_dim", self._d_model) != self._d_model:
+            raise ValueError(
+                f"posenc_ext.{type(self).__name__}: lut must have width {self._d_model}, got {value.embedding_dim}"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def d_model(self) -> int:
+        """The width; fixed."""
+        return self._d_model
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of `lut`."""
+        return self.lut.num_embeddings
+
+    @property
+    def embed_scale(self) -> float:
+        """Another name of `token_scale`, under which other projects' layers have it."""
+        return self.token_scale
+
+    @embed_scale.setter
+    def embed_scale(self, value: float) -> None:
+        self.token_scale = value
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as `nn.Embedding` does: N(0, 1), the padding row zero."""
+        self.lut.reset_parameters()
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
+        """A layer around a given table, as `nn.Embedding.from_pretrained`.
+
+        Args:
+            embeddings: [vocab_size, d_model]; not copied.
+            freeze: whether the table is kept from training.
+            options: keyword arguments of the class.
+
+        Raises:
+            ValueError: `embeddings` has not two dimensions.
+        """
+        if embeddings.dim() != 2:
+            raise ValueError(
+                f"posenc_ext.{cls.__name__}.from_pretrained: embeddings must have 2 dimensions [vocab_size, d_model], "
+                f"got shape {list(embeddings.shape)}"
+            )
+        layer = cls(vocab_size=embeddings.shape[0], d_model=embeddings.shape[1], device="meta", **options)
+        layer.lut.weight = nn.Parameter(embeddings, requires_grad=not freeze)
+        return layer
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """`lut(x)`, where it has to be called."""
+        rows: Tensor = self.lut(x)
+        if rows.shape[:-1] != x.shape or rows.shape[-1] != self._d_model:
+            raise ValueError(
+                f"posenc_ext.{type(self).__name__}: lut must return shape {[*x.shape, self._d_model]} for ids of shape "
+                f"{list(x.shape)}, got {list(rows.shape)}"
+            )
+        return rows
+
+
+class _Encoded(nn.Module):
+    """The recipe of an encoding as attributes, which act as soon as they are set."""
+
+    _precision: str | None
+    _convention: Convention
+
+    @property
+    def convention(self) -> Convention:
+        """Set by name or by a `Convention`."""
+        return self._convention
+
+    @convention.setter
+    def convention(self, value: str | Convention) -> None:
+        self._convention = resolve(value)
+
+    @property
+    def precision(self) -> str:
+        """Set to None, that of the convention."""
+        return self._precision or self._convention.precision
+
+    @precision.setter
+    def precision(self, value: str | None) -> None:
+        self._convention.spec(value)  # refuses an unknown one
+        self._precision = value
+
+
+class Embeddings(_Lookup):
     """`lut(x) * sqrt(d_model)` in one pass.
 
     Args:
@@ -42,8 +196,12 @@ class Embeddings(nn.Module):
         padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: as in `nn.Embedding`.
 
     Attributes:
-        lut: the `nn.Embedding` that holds the weight and its options, initialised as ever.
-        token_scale: sqrt(d_model), a Python float: `F.embedding(x, m.lut.weight) * m.token_scale` is `m(x)`.
+        lut: the `nn.Embedding` that holds the weight and its options, initialised as ever. It is not called while it is
+            plain: an `nn.Embedding` itself, without hooks or a forward of its own, its weight a Parameter or Tensor.
+            Otherwise the layer is `lut(x) * token_scale`.
+        token_scale, embed_scale: sqrt(d_model), a Python float: `F.embedding(x, m.weight) * m.token_scale` is `m(x)`.
+        weight, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: those of
+            `lut`, to read and to set.
 
     Raises:
         ValueError: a size that is not positive, or an option out of range.
@@ -63,28 +221,28 @@ class Embeddings(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check("Embeddings", d_model=d_model, vocab_size=vocab_size, max_norm=max_norm)
-        _row("Embeddings", padding_idx, vocab_size)
-        self.lut = nn.Embedding(
-            vocab_size,
+        self._make_lut(
             d_model,
-            padding_idx=padding_idx,
-            max_norm=max_norm,
+            vocab_size,
+            padding_idx,
+            max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
             sparse=sparse,
             device=device,
             dtype=dtype,
         )
-        self.d_model = d_model
         self.token_scale = math.sqrt(d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """Ids of any shape, int64 or int32 -> [*x.shape, d_model]."""
-        lut = self.lut
+        lut: Any = self._modules["lut"]
+        weight = plain_weight(lut)
+        if weight is None:
+            return self._rows(x) * self.token_scale
         return functional.scaled_embedding(
             x,
-            lut.weight,
+            weight,
             token_scale=self.token_scale,
             padding_idx=lut.padding_idx,
             max_norm=lut.max_norm,
@@ -94,7 +252,7 @@ class Embeddings(nn.Module):
         )
 
 
-class PositionalEncoding(nn.Module):
+class PositionalEncoding(_Encoded):
     """`x + PE` in one pass, for any length.
 
     Args:
@@ -102,8 +260,10 @@ class PositionalEncoding(nn.Module):
         max_len: rows of `.pe` (None: 5000, the textbook's); limits nothing.
         convention: name of a convention or a `Convention`.
         precision: `"reference"` or `"exact"`; None for the convention's own.
-        dropout: probability, applied to the sum in training.
+        dropout: probability, applied to the sum in training by `.dropout`, an `nn.Dropout`.
         batch_first: whether x is [..., length, d_model] or [length, ..., d_model].
+
+    Attributes that are set later act from the next call on.
 
     A table in a checkpoint (`pe`, `pos_embedding`, `weights`, ...) is checked against the formula and dropped; one of
     another convention is refused. The module saves nothing itself.
@@ -118,25 +278,24 @@ class PositionalEncoding(nn.Module):
         self,
         d_model: int,
         max_len: int | None = None,
-        *,
+        *rest: Any,
         convention: str | Convention = "vaswani",
         precision: str | None = None,
         dropout: float = 0.0,
         batch_first: bool = True,
     ) -> None:
         super().__init__()
-        _check("PositionalEncoding", d_model=d_model, max_len=max_len, dropout=dropout)
-        self.d_model = d_model
-        self.max_len = max_len
+        _no_more("PositionalEncoding", rest)
+        self.d_model = _size("PositionalEncoding", "d_model", d_model)
+        self.max_len = None if max_len is None else _size("PositionalEncoding", "max_len", max_len)
         self.convention = resolve(convention)
-        self.convention.spec(precision)  # refuses an unknown precision
-        self.precision = precision or self.convention.precision
-        self.dropout = dropout
+        self.precision = precision
+        self.dropout = _dropout("PositionalEncoding", dropout)
         self.batch_first = batch_first
         # Holds nothing; follows .to() and .half(), so that .pe knows where and in which dtype it is wanted.
         self.register_buffer("_placement", torch.empty(0), persistent=False)
 
-    def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
         """X [..., length, d_model] -> the same shape and dtype; `offset` and `positions` as in `functional`."""
         sizes = x.shape
         if not sizes or sizes[-1] != self.d_model:
@@ -147,11 +306,11 @@ class PositionalEncoding(nn.Module):
             x,
             offset=offset,
             positions=positions,
-            convention=self.convention,
-            precision=self.precision,
+            convention=self._convention,
+            precision=self._precision,
             batch_first=self.batch_first,
         )
-        return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
+        return _drop(self._modules["dropout"], y)
 
     @property
     def pe(self) -> Tensor:
@@ -159,8 +318,8 @@ class PositionalEncoding(nn.Module):
         rows = functional.positional_encoding(
             self.max_len or _DEFAULT_TABLE_ROWS,
             self.d_model,
-            convention=self.convention,
-            precision=self.precision,
+            convention=self._convention,
+            precision=self._precision,
             dtype=self._placement.dtype,
             device=self._placement.device,
         )
@@ -170,7 +329,7 @@ class PositionalEncoding(nn.Module):
         """Size, convention and options."""
         return (
             f"{self.d_model}, max_len={self.max_len}, convention={self.convention.name!r}, "
-            f"precision={self.precision!r}, dropout={self.dropout}, batch_first={self.batch_first}"
+            f"precision={self.precision!r}, batch_first={self.batch_first}"
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -179,7 +338,7 @@ class PositionalEncoding(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class TransformerEmbedding(nn.Module):
+class TransformerEmbedding(_Lookup, _Encoded):
     """`weight[x] * token_scale + PE`: the whole input layer in one pass.
 
     Args:
@@ -190,9 +349,12 @@ class TransformerEmbedding(nn.Module):
         token_scale: factor of the looked-up row; None for sqrt(d_model).
 
     Attributes:
-        weight: [vocab_size, d_model], initialised with the numbers `nn.Embedding` draws.
+        lut, weight, num_embeddings, ...: as in `Embeddings`. Where `lut` is not plain it is called, and scale and
+            encoding are added in one more pass.
+        token_scale, embed_scale: as given.
+        dropout: an `nn.Dropout`.
 
-    Loads checkpoints of the textbook pair as well: `lut.weight` or `0.lut.weight` becomes `weight`, and a table (`pe`,
+    Loads checkpoints of the textbook pair (`0.lut.weight`) and of version 0.1 (`weight`) as well, and a table (`pe`,
     `1.pe`, ...) is checked and dropped as in `PositionalEncoding`.
 
     Raises:
@@ -218,74 +380,66 @@ class TransformerEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check("TransformerEmbedding", vocab_size=vocab_size, d_model=d_model, max_norm=max_norm, dropout=dropout)
-        _row("TransformerEmbedding", padding_idx, vocab_size)
-        self.vocab_size = vocab_size
-        self.d_model = d_model
-        self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + vocab_size
-        self.convention = resolve(convention)
-        self.convention.spec(precision)  # refuses an unknown precision
-        self.precision = precision or self.convention.precision
-        self.dropout = dropout
-        self.token_scale = math.sqrt(d_model) if token_scale is None else float(token_scale)
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        self.sparse = sparse
-        self.batch_first = batch_first
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weight as `nn.Embedding` does: N(0, 1), the padding row zero."""
-        nn.init.normal_(self.weight)
-        if self.padding_idx is not None:
-            with torch.no_grad():
-                self.weight[self.padding_idx].fill_(0)
-
-    def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
-        """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; the rest as in `functional`."""
-        weight = self._parameters.get("weight")  # a microsecond less than self.weight, which nn.Module searches for
-        y = functional.embed(
-            x,
-            self.weight if weight is None else weight,
-            offset=offset,
-            positions=positions,
-            token_scale=self.token_scale,
-            convention=self.convention,
-            precision=self.precision,
-            padding_idx=self.padding_idx,
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
-            batch_first=self.batch_first,
+        self._make_lut(
+            d_model,
+            vocab_size,
+            padding_idx,
+            max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            device=device,
+            dtype=dtype,
         )
-        return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
+        self.convention = resolve(convention)
+        self.precision = precision
+        self.dropout = _dropout("TransformerEmbedding", dropout)
+        self.token_scale = math.sqrt(d_model) if token_scale is None else float(token_scale)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
+        """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; the rest as in `functional`."""
+        lut: Any = self._modules["lut"]
+        weight = plain_weight(lut)
+        if weight is None:
+            y = functional.add_positional_encoding(
+                self._rows(x),
+                offset=offset,
+                positions=positions,
+                token_scale=self.token_scale,
+                convention=self._convention,
+                precision=self._precision,
+                batch_first=self.batch_first,
+            )
+        else:
+            y = functional.embed(
+                x,
+                weight,
+                offset=offset,
+                positions=positions,
+                token_scale=self.token_scale,
+                convention=self._convention,
+                precision=self._precision,
+                padding_idx=lut.padding_idx,
+                max_norm=lut.max_norm,
+                norm_type=lut.norm_type,
+                scale_grad_by_freq=lut.scale_grad_by_freq,
+                sparse=lut.sparse,
+                batch_first=self.batch_first,
+            )
+        return _drop(self._modules["dropout"], y)
 
     def extra_repr(self) -> str:
-        """Sizes, convention and options."""
-        options = "".join(
-            f", {name}={getattr(self, name)!r}"
-            for name, default in (
-                ("padding_idx", None),
-                ("max_norm", None),
-                ("scale_grad_by_freq", False),
-                ("sparse", False),
-                ("batch_first", True),
-                ("dropout", 0.0),
-            )
-            if getattr(self, name) != default
-        )
+        """Convention and options; `lut` tells the sizes."""
         return (
-            f"{self.vocab_size}, {self.d_model}, convention={self.convention.name!r}, precision={self.precision!r}, "
-            f"token_scale={self.token_scale:.6g}{options}"
+            f"convention={self.convention.name!r}, precision={self.precision!r}, "
+            f"token_scale={self.token_scale:.6g}, batch_first={self.batch_first}"
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         error_msgs = rest[-1]
-        own = prefix + "weight"
-        for name in ("lut.weight", "0.lut.weight"):
+        own = prefix + "lut.weight"
+        for name in ("weight", "0.lut.weight"):
             if own not in state_dict and prefix + name in state_dict:
                 state_dict[own] = state_dict.pop(prefix + name)
         consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
@@ -319,19 +473,28 @@ class LearnedPositionalEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check("LearnedPositionalEmbedding", max_len=max_len, d_model=d_model, dropout=dropout)
-        self.max_len = max_len
-        self.d_model = d_model
-        self.dropout = dropout
+        max_len = _size("LearnedPositionalEmbedding", "max_len", max_len)
+        d_model = _size("LearnedPositionalEmbedding", "d_model", d_model)
+        self.dropout = _dropout("LearnedPositionalEmbedding", dropout)
         self.batch_first = batch_first
         self.weight = nn.Parameter(torch.empty(max_len, d_model, device=device, dtype=dtype))
         self.reset_parameters()
+
+    @property
+    def max_len(self) -> int:
+        """Rows of `weight`."""
+        return self.weight.shape[0]
+
+    @property
+    def d_model(self) -> int:
+        """Columns of `weight`."""
+        return self.weight.shape[1]
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, 1)."""
         nn.init.normal_(self.weight)
 
-    def forward(self, x: Tensor, *, offset: int = 0, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
         """X [..., length, d_model] -> the same shape.
 
         Raises:
@@ -344,13 +507,17 @@ class LearnedPositionalEmbedding(nn.Module):
                 f"got {list(x.shape)}"
             )
         y = x + self._rows(x.shape[:-1], offset, positions)
-        return nn.functional.dropout(y, self.dropout, self.training) if self.dropout else y
+        return _drop(self._modules["dropout"], y)
 
-    def _rows(self, token_shape: torch.Size, offset: int, positions: Tensor | None) -> Tensor:
-        if positions is not None:
-            chosen = offset + functional.broadcast_positions(
-                positions, token_shape, batch_first=self.batch_first, op="learned_positional_embedding"
+    def _rows(self, token_shape: torch.Size, offset: int | Tensor, positions: Tensor | None) -> Tensor:
+        op = "learned_positional_embedding"
+        if type(offset) is not int:
+            offset, positions = functional.resolve_offset(
+                offset, positions, token_shape, self.batch_first, 0, self.weight.device, op
             )
+        if positions is not None:
+            functional.check_integer(op, "positions", positions)
+            chosen = functional.broadcast_positions(positions, token_shape, self.batch_first, op).long() + offset
             try:
                 return nn.functional.embedding(chosen, self.weight)
             except IndexError:
@@ -372,4 +539,4 @@ class LearnedPositionalEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes."""
-        return f"{self.max_len}, {self.d_model}, dropout={self.dropout}, batch_first={self.batch_first}"
+        return f"{self.max_len}, {self.d_model}, batch_first={self.batch_first}"

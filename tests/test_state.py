@@ -21,7 +21,7 @@ SIZES = {"rows": V, "width": D, "max_len": ROWS}
 IDS, X = make.argument("Embeddings"), make.argument("PositionalEncoding", width=D)
 KEYS = {
     "Embeddings": ["lut.weight"],
-    "TransformerEmbedding": ["weight"],
+    "TransformerEmbedding": ["lut.weight"],
     "PositionalEncoding": [],
     "LearnedPositionalEmbedding": ["weight"],
 }
@@ -238,7 +238,7 @@ def test_transformer_embedding_loads_the_textbook_pair(lookup, place, nested):
     module = around(inner) if nested else inner
     prefix = "encoder.pos." if nested else ""
     state = module.state_dict()
-    state.pop(prefix + "weight")
+    state.pop(prefix + "lut.weight")
     state[prefix + lookup] = twin[0].lut.weight.detach()
     state[prefix + place + "pe"] = twin[1].pe
     keys = list(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,6 +59,58 @@ def check_offset(op: str, offset: int) -> None:
 def offset_error(op: str, offset: int) -> ValueError:
     """What `check_offset` raises."""
     return ValueError(f"posenc_ext::{op}: offset {offset} exceeds the int64 range")
+
+
+def resolve_offset(
+    offset: Any,
+    positions: Tensor | None,
+    token_shape: torch.Size,
+    batch_first: bool,
+    first_position: int,
+    device: torch.device,
+    op: str,
+) -> tuple[int, Tensor | None]:
+    """An offset that is not an int: as one, or, where it is a tensor, 0 and positions that hold it.
+
+    Args:
+        offset: an integer, or an integer tensor: 0-d, or one number for each row of the batch.
+        positions: as in `embed`; None for the index along the sequence, from `first_position`.
+        token_shape, batch_first, op: as in `broadcast_positions`.
+        first_position: of the convention.
+        device: where positions are made.
+
+    Raises:
+        TypeError: another type.
+        ValueError: a tensor of another shape.
+    """
+    if not isinstance(offset, Tensor):
+        if isinstance(offset, torch.SymInt):
+            return offset, positions  # type: ignore[return-value]  # an int, while a program is traced
+        try:
+            return operator.index(offset), positions
+        except TypeError:
+            text = f"offset must be an int or an integer tensor, got {offset!r}"
+            raise TypeError(f"posenc_ext::{op}: {text}") from None
+    check_integer(op, "offset", offset)
+    batch_shape = token_shape[:-1] if batch_first else token_shape[1:]
+    if offset.dim() and offset.shape != batch_shape:
+        raise ValueError(
+            f"posenc_ext::{op}: offset must be 0-d or hold one number for each row of the batch {list(batch_shape)}, "
+            f"got shape {list(offset.shape)}"
+        )
+    if positions is None:
+        length = token_shape[-1 if batch_first else 0] if token_shape else 1
+        positions = torch.arange(first_position, first_position + length, device=device)
+    if not token_shape:
+        return 0, positions.reshape(()) + offset
+    positions = broadcast_positions(positions, token_shape, batch_first, op)
+    return 0, positions.long() + offset.unsqueeze(-1 if batch_first else 0)
+
+
+def check_integer(op: str, argument: str, tensor: Tensor) -> None:
+    """Refuse what would count as an integer and is none, such as booleans."""
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"posenc_ext::{op}: {argument} must have dtype int64 or int32, got {tensor.dtype}")
 
 
 def broadcast_positions(

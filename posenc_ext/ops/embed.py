@@ -13,6 +13,7 @@ from torch import Tensor
 from posenc_ext.ops import compose, shard
 from posenc_ext.ops.call import INT64, EmbedCall, GradientCall, by_name, offset_error
 from posenc_ext.ops.compose import transforms_active
+from posenc_ext.plain import is_dtensor
 
 _ops = torch.ops.posenc_ext
 _embed = _ops.embed.default
@@ -24,7 +25,7 @@ _grad_enabled = torch.is_grad_enabled
 
 def run(call: EmbedCall, general: dict[str, Any] | None = None) -> Tensor:
     """The layer, differentiable in weight; `general`: arguments that only the op `embed_general` takes."""
-    if type(call.weight) not in shard.PLAIN and shard.is_sharded(call.weight):
+    if type(call.weight) not in shard.PLAIN and is_dtensor(call.weight):
         return shard.embed(run, call, general or {})
     result: Tensor
     if _is_compiling() and not compose.needed():
@@ -84,12 +85,17 @@ def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None
     Autograd stores a sparse gradient as a new tensor of the same indices and values, which is not marked coalesced. An
     optimiser would then sort and sum once more.
     """
-    values = gradient._values()
+    rows, values = gradient._indices(), gradient._values()
+    version = rows._version
+
+    def unchanged(stored: Tensor) -> bool:  # a hook may have put something else in its place, or written to it
+        pairs = ((stored._indices(), rows), (stored._values(), values))
+        return rows._version == version and all(new.data_ptr() == old.data_ptr() for new, old in pairs)
 
     def at_end_of_backward() -> None:
         tensor = leaf()
         stored = None if tensor is None else tensor.grad
-        if stored is not None and stored.is_sparse and stored._values().data_ptr() == values.data_ptr():
+        if stored is not None and stored.is_sparse and unchanged(stored):
             stored._coalesced_(True)
 
     torch.autograd.Variable._execution_engine.queue_callback(at_end_of_backward)

@@ -13,7 +13,6 @@ whose ids are sharded.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,23 +21,18 @@ from torch import Tensor, nn
 
 from posenc_ext.conventions import SEQUENCE_FIRST, Spec
 from posenc_ext.ops.call import EmbedCall
+from posenc_ext.plain import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-PLAIN = (nn.Parameter, Tensor)  # types that are asked for before `is_sharded`, which takes longer
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. Importing their module takes a second, so it is not."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+PLAIN = (nn.Parameter, Tensor)  # types that are asked for before `is_dtensor`, since that takes longer
 
 
 def refuse(op: str, tensor: Tensor, **arguments: Any) -> None:
     """Refuse arguments (those that are not None or False) that a DTensor cannot be combined with."""
-    if type(tensor) in PLAIN or not is_sharded(tensor):
+    if type(tensor) in PLAIN or not is_dtensor(tensor):
         return
     for name, value in arguments.items():
         if value is not None and value is not False:

@@ -1,0 +1,51 @@
+"""Whether a child of a layer may be left out: it computes what its class does, and nobody waits for its call."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
+# Tensors that stand for plain ones while a program is traced.
+_PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling `module` is calling `kind.forward`: its very class, no hook, no forward of its own."""
+    state = module.__dict__  # half the time of reading attributes
+    return type(module) is kind and not (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
+        or "forward" in state
+    )
+
+
+def plain_weight(lut: nn.Module) -> Tensor | None:
+    """The table of an `nn.Embedding` that need not be called; None for one that must be."""
+    if not is_plain(lut, nn.Embedding):
+        return None
+    weight: Any = lut._parameters.get("weight")
+    if weight is None:
+        weight = lut.weight  # an attribute: tools that shard put views there
+    return weight if type(weight) in _PLAIN or is_dtensor(weight) else None
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing torch.distributed.tensor."""
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(tensor, package.DTensor)
