@@ -4,6 +4,7 @@
 // odd-width rule says what it holds. `kPrecisions` and the like count the values of an enum, for the check of flags.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 
@@ -45,13 +46,14 @@ constexpr Layout kLayouts[] = {
 constexpr int64_t kLayoutCount = std::size(kLayouts);
 
 // The column map of one width. sine_column and cosine_column say where pair k is; a column that holds neither is zero.
+// Of whole rows sines >= cosines; a block of columns may hold cosines alone.
 struct Columns {
   int64_t width = 0;
   bool encoded = false;            // false: nothing is added, not even a zero
-  int64_t sines = 0, cosines = 0;  // columns that hold one; sines >= cosines
+  int64_t sines = 0, cosines = 0;  // columns that hold one
   int64_t sine_start = 0, cosine_start = 0, step = 1;
 
-  POSENC_HD int64_t pairs() const { return sines; }
+  POSENC_HD int64_t pairs() const { return sines > cosines ? sines : cosines; }
   POSENC_HD bool has_zero_column() const { return encoded && sines + cosines < width; }
   POSENC_HD bool cosine_first() const { return cosine_start < sine_start; }
   // Interleaved with cosines first, the lone sine of an odd width would lie past the end: it takes the last column.
@@ -74,11 +76,69 @@ inline Columns columns_of(const Layout& layout, OddRule odd, int64_t width) {
   return columns;
 }
 
+// Columns first .. first + columns.width - 1 of a slice of a row. Their pair 0 is pair first_pair of the whole row.
+struct ColumnBlock {
+  int64_t first = 0, first_pair = 0;
+  Columns columns;
+};
+
+// Columns [first, first + width) of a row as blocks that the kernels can write.
+struct ColumnBlocks {
+  static constexpr int kMost = 3;
+  ColumnBlock at[kMost];
+  int count = 0;
+  const ColumnBlock* begin() const { return at; }
+  const ColumnBlock* end() const { return at + count; }
+
+  ColumnBlocks(const Columns& whole, int64_t first, int64_t width) {
+    if (width == whole.width || !whole.encoded) {
+      at[count++] = {0, 0, whole};
+      at[0].columns.width = width;
+      return;
+    }
+    const int64_t last = first + width;
+    // The part of [begin, end) that is asked for. Pairs are counted from `begin`, `step` columns to each.
+    const auto add = [&](int64_t begin, int64_t end, int64_t first_pair, bool sines, bool cosines) {
+      const int64_t step = sines && cosines ? 2 : 1, from = std::max(first, begin), to = std::min(last, end);
+      if (from >= to) return;
+      Columns columns;
+      columns.width = to - from;
+      columns.encoded = true;
+      columns.step = step;
+      if (sines) columns.sines = columns.width / step;
+      if (cosines) columns.cosines = columns.width / step;
+      if (step == 2) (whole.cosine_first() ? columns.sine_start : columns.cosine_start) = 1;
+      at[count++] = {from - first, first_pair + (from - begin) / step, columns};
+    };
+    if (whole.step == 2) {
+      const int64_t paired = 2 * whole.cosines, begin = std::min(first + first % 2, paired);
+      const int64_t end = std::max(begin, std::min(last - last % 2, paired));
+      const bool cosine_first = whole.cosine_first();
+      // Half of a pair at either end.
+      add(begin - first % 2, begin, begin / 2 - 1, cosine_first, !cosine_first);
+      add(begin, end, begin / 2, true, true);
+      add(end, paired, end / 2, !cosine_first, cosine_first);
+      add(paired, paired + whole.sines - whole.cosines, whole.cosines, true, false);
+    } else {
+      add(whole.sine_start, whole.sine_start + whole.sines, 0, true, false);
+      add(whole.cosine_start, whole.cosine_start + whole.cosines, 0, false, true);
+    }
+    add(whole.sines + whole.cosines, whole.width, 0, false, false);
+  }
+};
+
 // The frequencies of one width, in both precisions, in memory of the backend. Each array is padded (kFrequencyPadding),
 // so that whole vectors can be loaded past the last pair.
 struct Frequencies {
   const uint32_t* turns[4] = {};   // exact: bits of w / 2pi, most significant word first
   const float* angular = nullptr;  // reference: w as an fp32 table builder forms it
+
+  Frequencies from(int64_t pair) const {
+    Frequencies result = *this;
+    for (const uint32_t*& words : result.turns) words += pair;
+    result.angular += pair;
+    return result;
+  }
 };
 
 }  // namespace posenc

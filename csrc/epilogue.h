@@ -1,5 +1,5 @@
 // What becomes of one element, or of a vector of them. One definition for CPU and CUDA.
-//   gathered: scale * base + encoding     dense: base + encoding     none: encoding
+//   gathered, dense: scale * base + encoding     none: encoding
 //
 // The compiler may not fuse the multiply and the add (-ffp-contract=off, --fmad=false): the fp32 result equals eager
 // PyTorch's to the bit.
@@ -14,7 +14,7 @@ inline namespace POSENC_ISA {
 template <Source source, bool encoded, class value_t, class acc_t>
 POSENC_HD value_t epilogue(value_t base, value_t encoding, const Token<acc_t>& token) {
   if constexpr (source == Source::none) return encoding;
-  if constexpr (source == Source::gathered) base = base * token.scale;
+  base = base * token.scale;
   if constexpr (encoded) base = base + encoding;
   return base;
 }

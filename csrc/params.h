@@ -60,10 +60,12 @@ struct ForwardParams {
   Source source = Source::none;
   const void* base = nullptr;  // gathered: the table; dense: the activations
   Integers ids;                // gathered: one per token, in the order of the tokens
-  int64_t rows = 0;            // gathered: of the table
-  int64_t row_stride = 0;      // gathered: from one row of the table to the next
-  TokenStrides base_strides;   // dense
-  int64_t column_stride = 1;   // of the base term
+  int64_t rows = 0;            // gathered: of the table; ids lie in [0, rows)
+  // gathered: the rows that `base` holds. Of other ids the output is -0: shards add up to the whole table's bits.
+  int64_t first_row = 0, end_row = INT64_MAX;
+  int64_t row_stride = 0;     // gathered: from one row of the table to the next
+  TokenStrides base_strides;  // dense
+  int64_t column_stride = 1;  // of the base term
   void* out = nullptr;
   TokenStrides out_strides;  // its columns are contiguous
   double token_scale = 1.0;

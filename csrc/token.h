@@ -25,6 +25,8 @@ struct Token {
   acc_t scale = 1;  // of the base term
   // An id out of range reads row 0 with a scale of NaN. On the CPU ids are checked before; an empty table is refused.
   bool in_range = true;
+  // Nothing is read: every element of the output is `scale`.
+  bool constant = false;
 };
 
 template <Source source, class acc_t>
@@ -32,12 +34,19 @@ POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t 
   Token<acc_t> token;
   token.out = params.out_strides.at(b, t);
   token.position = position_of(params, b, t);
-  if constexpr (source == Source::dense) token.base = params.base_strides.at(b, t);
+  if constexpr (source == Source::dense) {
+    token.base = params.base_strides.at(b, t);
+    token.scale = static_cast<acc_t>(params.token_scale);
+  }
   if constexpr (source == Source::gathered) {
-    const int64_t id = params.ids[params.tokens.order.at(b, t)];
-    token.in_range = static_cast<uint64_t>(id) < static_cast<uint64_t>(params.rows);
-    token.base = token.in_range ? id * params.row_stride : 0;
-    token.scale = static_cast<acc_t>(token.in_range ? params.token_scale : NAN);
+    const uint64_t id = static_cast<uint64_t>(params.ids[params.tokens.order.at(b, t)]);
+    const uint64_t first = static_cast<uint64_t>(params.first_row), end = static_cast<uint64_t>(params.end_row);
+    token.in_range = id < static_cast<uint64_t>(params.rows);
+    token.constant = token.in_range && id - first >= end - first;
+    const bool here = token.in_range && !token.constant;
+    token.base = here ? static_cast<int64_t>(id - first) * params.row_stride : 0;
+    // x + -0 is x, also where x is -0.
+    token.scale = static_cast<acc_t>(here ? params.token_scale : token.constant ? -0.0 : NAN);
   }
   return token;
 }

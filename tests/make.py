@@ -287,11 +287,11 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
     out = weight.new_empty(*input.shape, width)
     counted = input if positions is None else positions
     base, flags = chosen
-    general = {
+    named = {
         **({} if positions is None else {"positions": positions}),
-        **{"flags": flags, "base": base, "padding_idx": padding, "scale_grad_by_freq": by_frequency},
-        **{"token_scale": scale, "offset": offset},
+        **{"flags": flags, "base": base, "token_scale": scale, "offset": offset},
     }
+    general = named | {"padding_idx": padding, "scale_grad_by_freq": by_frequency}
     calls = [
         OpCall("embed", (weight, input, positions, offset, scale, *chosen, padding, by_frequency, False)),
         OpCall("embed_general", (weight, input), general),
@@ -301,6 +301,7 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
         OpCall("embed_backward_sparse", (a, input, len(weight), scale, padding, by_frequency)),
         OpCall("add_positional_encoding", (a, positions, offset, *chosen)),
         OpCall("add_positional_encoding_out", (a, positions, offset, *chosen, out.clone())),
+        OpCall("add_general", (a,), named),
         OpCall("positional_encoding", (counted, width, offset, *chosen, weight.dtype)),
         OpCall("positional_encoding_out", (counted, width, offset, *chosen, out.clone())),
     ]

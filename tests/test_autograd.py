@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import posenc_ext
 from posenc_ext import reference
 from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
+from posenc_ext.ops import add
 
 ops = torch.ops.posenc_ext
 
@@ -46,9 +47,11 @@ CALLS = {
     "scaled_embedding": (lambda w: scaled_embedding(IDS, w, token_scale=SCALE), weight64),
     "add": (lambda x: add_positional_encoding(x, offset=3), x64),
     "add, positions": (lambda x: add_positional_encoding(x, positions=IDS), x64),
+    "add, scaled": (lambda x: add.run(x, None, 3, SPEC, SCALE), x64),
     "ops.embed": (op_embed, weight64),
     "ops.embed, positions": (lambda w: op_embed(w, positions=IDS), weight64),
     "ops.add": (lambda x: ops.add_positional_encoding(x, None, 2, *SPEC), x64),
+    "ops.add_general": (lambda x: ops.add_general(x, IDS, token_scale=SCALE), x64),
 }
 every_call = make.each(("function", "argument"), CALLS)
 FUNCTIONAL = {k: v for k, v in CALLS.items() if "ops" not in k}
@@ -298,6 +301,7 @@ VMAPPED = {
     "no encoding": (lambda i, w, p: scaled_embedding(i, w), (0, None, None)),
     "x": (lambda i, w, p: add_positional_encoding(w, offset=2), (None, 0, None)),
     "x, positions": (lambda i, w, p: add_positional_encoding(w[:T], positions=p[0]), (None, 0, 0)),
+    "x, scaled": (lambda i, w, p: add.run(w, None, 2, SPEC, SCALE), (None, 0, None)),
     "ops.embed, ids": (lambda i, w, p: op_embed(w, i), (0, None, None)),
     "ops.embed, weights": (lambda i, w, p: op_embed(w, i), (None, 0, None)),
     "ops.add": (lambda i, w, p: ops.add_positional_encoding(w, None, 2, *SPEC), (None, 0, None)),

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import posenc_ext
 from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
+from posenc_ext.ops import add
 
 # Whatever the backend, the ops are called as they are; inductor is there for what it compiles around them, slowly.
 EAGER = "aot_eager"
@@ -63,6 +64,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., Tensor], ...]]] =
     "scaled_embedding": (lambda i: scaled_embedding(i, W), (IDS,)),
     "scaled_embedding, out": (lambda i, o: scaled_embedding(i, W, out=o), (IDS, ACTS)),
     "add": (lambda a: add_positional_encoding(a, batch_first=False), (ACTS,)),
+    "add, scaled": (lambda a: add.run(a, None, 3, make.spec(), 1.5), (ACTS,)),
     "add, out": (lambda a, o: add_positional_encoding(a, out=o), (ACTS, ACTS)),
     "add, in place": (lambda a: add_positional_encoding(a, out=a), (ACTS,)),
     "positional_encoding": (lambda p: positional_encoding(p, D), (IDS,)),

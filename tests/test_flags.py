@@ -152,6 +152,7 @@ def test_unknown_flags_are_refused(numbers):
             "add_positional_encoding": lambda f=flags: ops.add_positional_encoding(rows, None, 0, base, f),
             "positional_encoding": lambda f=flags: ops.positional_encoding(IDS, 7, 0, base, f, torch.float32),
             "embed_general": lambda f=flags: ops.embed_general(WEIGHT, IDS, flags=f),
+            "add_general": lambda f=flags: ops.add_general(rows, flags=f),
         }.items():
             assert_refused(call, f"posenc_ext::{op}: flags must be those of a Convention, got ", flags)
 

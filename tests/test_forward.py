@@ -24,6 +24,7 @@ from helpers import (
 
 from posenc_ext import CONVENTIONS, Convention, reference
 from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
+from posenc_ext.ops import add
 
 VASWANI = CONVENTIONS["vaswani"]
 ENCODING_BOUND = {torch.float32: 1.5e-7, torch.float64: 1e-15}
@@ -65,6 +66,8 @@ def test_values(convention, precision, width):
         x = torch.randn(len(POSITIONS), width).to(dtype)
         got = add_positional_encoding(x, positions=positions, **options)
         assert_same_bits(got, (x.to(wide(dtype)) + encoding).to(dtype), f"add {dtype}")
+        got = add.run(x, positions, 0, convention.spec(precision), 1.7)
+        assert_same_bits(got, (x.to(wide(dtype)) * 1.7 + encoding).to(dtype), f"scale and add {dtype}")
 
 
 @make.each_convention
@@ -142,6 +145,8 @@ def test_token_scale(dtype, scale):
     assert_same_bits(scaled_embedding(ids, weight, token_scale=scale), rows.to(dtype), "rows")
     want = (rows + positional_encoding(50, 33, dtype=wide(dtype))).to(dtype)
     assert_same_bits(embed(ids, weight, token_scale=scale), want, "embed")
+    scaled = add.run(weight, None, 0, make.spec(), math.sqrt(33) if scale is None else scale)
+    assert_same_bits(scaled, want, "add")
 
 
 # ---- far positions ---------------------------------------------------------------------------------------------------

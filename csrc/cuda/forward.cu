@@ -13,6 +13,11 @@ bool strides_aligned(const TokenStrides& strides, const ForwardParams& params) {
          (params.tokens.seq == 1 || strides.seq * size % 16 == 0);
 }
 
+// Those of a block of columns begin anywhere in the table.
+bool aligned(const Frequencies& frequencies) {
+  return aligned(frequencies.turns[0]) && aligned(frequencies.turns[1]) && aligned(frequencies.angular);
+}
+
 bool base_is_aligned(const ForwardParams& params) {
   if (params.source == Source::none) return true;
   if (params.column_stride != 1 || !aligned(params.base)) return false;
@@ -27,7 +32,7 @@ KernelVariant choose(const ForwardParams& params) {
   // Without an encoding, only the gathered row is worth a kernel of vectors.
   bool has_kernel = params.source == Source::gathered;
   if (columns.encoded) {
-    has_kernel = columns.step <= 2;
+    has_kernel = columns.step <= 2 && columns.sines == columns.cosines && aligned(params.encoding.frequencies);
     variant.arrangement = columns.step == 2 ? Arrangement::interleaved : Arrangement::halves;
     if (params.tokens.batch > 1 && !params.positions.shared())
       variant.mode =

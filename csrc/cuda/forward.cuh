@@ -44,14 +44,15 @@ __device__ __forceinline__ void store_column(const ForwardParams& params, const 
   acc_of<T> base = 0;
   if constexpr (source != Source::none)
     base = to_acc(static_cast<const T*>(params.base)[token.base + column * params.column_stride]);
-  static_cast<T*>(params.out)[token.out + column] = from_acc<T>(epilogue<source, encoded>(base, encoding, token));
+  const acc_of<T> value = token.constant ? token.scale : epilogue<source, encoded>(base, encoding, token);
+  static_cast<T*>(params.out)[token.out + column] = from_acc<T>(value);
 }
 
 template <class T, Source source>
 __device__ __forceinline__ void store_pair(const ForwardParams& params, const Token<acc_of<T>>& token, int64_t k,
                                            const SinCos<acc_of<T>>& pair) {
   const Columns& columns = params.encoding.columns;
-  store_column<T, source, true>(params, token, columns.sine_column(k), pair.sin);
+  if (k < columns.sines) store_column<T, source, true>(params, token, columns.sine_column(k), pair.sin);
   if (k < columns.cosines) store_column<T, source, true>(params, token, columns.cosine_column(k), pair.cos);
 }
 
@@ -201,6 +202,15 @@ struct VectorColumns {
             load_vector<source == Source::gathered>(static_cast<const T*>(params.base) + tokens[i].base + column[v]);
 #pragma unroll
     for (int i = 0; i < count; ++i) {
+      if (source == Source::gathered && tokens[i].constant) {
+        acc_t values[kVector<T>];
+#pragma unroll
+        for (int c = 0; c < kVector<T>; ++c) values[c] = tokens[i].scale;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+          store_vector(static_cast<T*>(params.out) + tokens[i].out + column[v], values);
+        continue;
+      }
       if (mode != Mode::shared && is_far(tokens[i].position)) {
         slow = true;
         continue;

@@ -20,12 +20,14 @@ struct EmbedArgs {
   const Tensor* out = nullptr;
   // A gathered base term.
   const Tensor *weight = nullptr, *input = nullptr;
-  double token_scale = 1.0;
+  double token_scale = 1.0;  // of a dense one too
   // A dense one.
   const Tensor* x = nullptr;
-  // The encoding alone.
-  int64_t d_model = 0;
+  // Of the whole, where weight or x is a shard of it; negative: it is the whole. Of the encoding alone the width.
+  int64_t d_model = -1;
   ScalarType dtype = ScalarType::Float;
+  int64_t first_column = 0;
+  int64_t first_row = 0, total_rows = -1;  // likewise
 };
 
 const Tensor* given(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
@@ -42,6 +44,14 @@ void check_out(const Tensor& out, const std::vector<int64_t>& sizes, ScalarType 
                "out must have contiguous columns (stride 1 in its last axis), got strides ", text(strides));
   POSENC_CHECK(!overlaps_itself(out), op, "out must not overlap itself, got shape ", text(got), " with strides ",
                text(strides));
+}
+
+// A shard of `size` rows or columns of a whole.
+void check_part(const char* op, const char* first_name, int64_t first, int64_t size, const char* whole_name,
+                int64_t whole) {
+  POSENC_CHECK(size <= whole, op, whole_name, " must be at least the ", size, " of this shard, got ", whole);
+  POSENC_CHECK(first >= 0 && first <= whole - size, op, first_name, " must lie in [0, ", whole - size, "], got ",
+               first);
 }
 
 // Checks everything before anything is written. Returns `out` or a new tensor; nothing where it only checks.
@@ -70,14 +80,16 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     width = token_sizes[token_sizes.size() - 1];
     token_sizes = {token_sizes.data(), token_sizes.size() - 1};
   }
-  POSENC_CHECK(width >= 1, op, "the width (d_model) must be positive, got ", width);
+  const int64_t d_model = args.d_model < 0 ? width : args.d_model;
+  POSENC_CHECK(d_model >= 1, op, "the width (d_model) must be positive, got ", d_model);
+  check_part(op, "first_column", args.first_column, width, "d_model", d_model);
   const size_t axes = token_sizes.size();
   params.tokens = tokens_of(token_sizes, sequence_first);
 
-  params.encoding.columns = args.spec.columns(width);
+  const Columns columns = args.spec.columns(d_model);
   params.encoding.precision = args.spec.precision;
-  const auto table = frequencies(args.spec.base, args.spec.divisor, frequency_width(args.spec.odd, width),
-                                 params.encoding.columns.pairs());
+  const auto table =
+      frequencies(args.spec.base, args.spec.divisor, frequency_width(args.spec.odd, d_model), columns.pairs());
 
   std::optional<Tensor> positions;
   params.positions.offset = args.offset;
@@ -113,6 +125,8 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   }
 
   Tensor base = like;
+  // Kernels may read a row before they know that the id has none.
+  if (args.weight && like.size(0) == 0) base = empty({1, width}, type, like);
   if (args.x) params.base_strides = readable_strides(base, axes, sequence_first);
   if (params.source != Source::none) {
     params.base = base.const_data_ptr();
@@ -120,7 +134,11 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   }
   std::optional<Tensor> input;
   if (args.weight) {
-    params.rows = base.size(0);
+    const int64_t rows = like.size(0);
+    params.rows = args.total_rows < 0 ? rows : args.total_rows;
+    check_part(op, "first_row", args.first_row, rows, "total_rows", params.rows);
+    params.first_row = args.first_row;
+    params.end_row = args.first_row + rows;
     params.row_stride = base.stride(0);
     input = *args.input;
     params.ids = checked_ids(*input, params.rows, op);
@@ -134,17 +152,26 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   }
 
   Tensor result = args.out ? *args.out : empty(sizes, type, like);
-  if (params.tokens.count() == 0) return result;
-  params.out = result.mutable_data_ptr();
+  if (result.numel() == 0) return result;
   params.out_strides = *token_strides(result, axes, sequence_first);
+  const auto write_blocks = [&](const Frequencies& all, const auto& write) {
+    const int64_t size = element_size(params.dtype);
+    const char* const from = static_cast<const char*>(params.base);
+    char* const to = static_cast<char*>(result.mutable_data_ptr());
+    for (const ColumnBlock& block : ColumnBlocks(columns, args.first_column, width)) {
+      params.encoding.columns = block.columns;
+      params.encoding.frequencies = all.from(block.first_pair);
+      if (from != nullptr) params.base = from + block.first * params.column_stride * size;
+      params.out = to + block.first * size;
+      write();
+    }
+  };
   if (like.is_cpu()) {
-    params.encoding.frequencies = table->view();
-    cpu::forward(params, torch_parallel_for);
+    write_blocks(table->view(), [&] { cpu::forward(params, torch_parallel_for); });
     return result;
   }
   const CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
-  params.encoding.frequencies = call->frequencies(table);
-  cuda::forward(params, call->launch());
+  write_blocks(call->frequencies(table), [&] { cuda::forward(params, call->launch()); });
   call->finish();
   return result;
 }
@@ -174,8 +201,9 @@ void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, i
 
 Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, std::optional<Tensor> frequencies,
                      std::optional<Tensor> position_table, std::optional<Tensor> seed, int64_t offset,
-                     double token_scale, double base, int64_t flags, int64_t padding_idx, bool, bool,
-                     double encoding_scale, int64_t at_padding, double dropout_p) {
+                     double token_scale, double base, int64_t flags, int64_t padding_idx, bool, bool sparse,
+                     double encoding_scale, int64_t at_padding, double dropout_p, int64_t first_row, int64_t total_rows,
+                     int64_t first_column, int64_t d_model) {
   (void)padding_idx;
   const char* op = "embed_general";
   const auto refuse = [&](const char* argument, bool given) {
@@ -187,7 +215,18 @@ Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> position
   refuse("at_padding", at_padding != 0);
   refuse("dropout_p", dropout_p != 0);
   refuse("seed", seed.has_value());
-  return *run({op, {base, flags, op}, given(positions), offset, nullptr, &weight, &input, token_scale});
+  POSENC_CHECK(!sparse || total_rows < 0, op, "sparse is not supported for a shard (total_rows ", total_rows, ")");
+  return *run({.op = op,
+               .spec = {base, flags, op},
+               .positions = given(positions),
+               .offset = offset,
+               .weight = &weight,
+               .input = &input,
+               .token_scale = token_scale,
+               .d_model = d_model,
+               .first_column = first_column,
+               .first_row = first_row,
+               .total_rows = total_rows});
 }
 
 Tensor add_positional_encoding(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags) {
@@ -199,6 +238,19 @@ void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int6
                                  Tensor out) {
   const char* op = "add_positional_encoding";
   run({.op = op, .spec = {base, flags, op}, .positions = given(positions), .offset = offset, .out = &out, .x = &x});
+}
+
+Tensor add_general(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags,
+                   double token_scale, int64_t first_column, int64_t d_model) {
+  const char* op = "add_general";
+  return *run({.op = op,
+               .spec = {base, flags, op},
+               .positions = given(positions),
+               .offset = offset,
+               .token_scale = token_scale,
+               .x = &x,
+               .d_model = d_model,
+               .first_column = first_column});
 }
 
 Tensor encode(const Tensor& positions, int64_t d_model, int64_t offset, double base, int64_t flags, ScalarType dtype,
@@ -230,6 +282,7 @@ void register_kernels(Library& m) {
   m.impl("add_positional_encoding", TORCH_BOX(&add_positional_encoding));
   m.impl("_add_positional_encoding_fwd", TORCH_BOX(&add_positional_encoding));
   m.impl("add_positional_encoding_out", TORCH_BOX(&add_positional_encoding_out));
+  m.impl("add_general", TORCH_BOX(&add_general));
   m.impl("positional_encoding", TORCH_BOX(&positional_encoding));
   m.impl("positional_encoding_out", TORCH_BOX(&positional_encoding_out));
 }

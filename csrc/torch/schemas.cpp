@@ -2,9 +2,12 @@
 // in every torch from 2.10 on.
 //
 // Every op takes its spec as scalars (base and flags, see Spec), so a compiled or exported graph holds no table and no
-// frequencies. New fields are new bits of flags; new arguments go to embed_general, whose graphs carry names.
+// frequencies. New fields are new bits of flags; new arguments go to embed_general and add_general, whose graphs carry
+// names.
 //   positions   None for the running index, or an integer tensor of the shape of the tokens
 //   offset      added to either
+//   first_row, total_rows, first_column, d_model
+//               weight (or x) is a shard: these rows and columns of a whole of that many; -1: it is the whole
 // Ops named *_fwd and *_bwd are raw. The public names carry autograd formulas (posenc_ext/ops).
 
 #include <torch/csrc/stable/library.h>
@@ -33,7 +36,8 @@ STABLE_TORCH_LIBRARY(posenc_ext, m) {
          "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
          "Tensor? seed=None, *, SymInt offset=0, float token_scale=1.0, float base=10000.0, int flags=1052672, int "
          "padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False, float encoding_scale=1.0, int "
-         "at_padding=0, float dropout_p=0.0) -> Tensor");
+         "at_padding=0, float dropout_p=0.0, SymInt first_row=0, SymInt total_rows=-1, SymInt first_column=0, SymInt "
+         "d_model=-1) -> Tensor");
   for (const char* name : {"embed_backward", "_embed_bwd"})
     define(name,
            "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool "
@@ -46,6 +50,9 @@ STABLE_TORCH_LIBRARY(posenc_ext, m) {
     define(name, "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor");
   define("add_positional_encoding_out",
          "(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
+  define("add_general",
+         "(Tensor x, Tensor? positions=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float "
+         "token_scale=1.0, SymInt first_column=0, SymInt d_model=-1) -> Tensor");
   define("positional_encoding",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
   define("positional_encoding_out",

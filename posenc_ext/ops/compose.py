@@ -20,10 +20,19 @@ def needed() -> bool:
     return transforms_active() or forward_ad._current_level >= 0
 
 
-def embed(call: EmbedCall) -> Tensor:
-    """As `ops.embed.run`."""
+def embed(
+    call: EmbedCall, first_row: int = 0, total_rows: int = -1, first_column: int = 0, d_model: int = -1
+) -> Tensor:
+    """As `ops.embed.run`; the other arguments as in the op `embed_general`."""
     weight, input = call.weight, call.input
-    rows = torch.nn.functional.embedding(input, weight, scale_grad_by_freq=call.scale_grad_by_freq, sparse=call.sparse)
+    row, elsewhere = input, None
+    if total_rows >= 0:
+        # Ids of other rows look up one row more, and those of no row -1, which PyTorch refuses.
+        known, row = (input >= 0) & (input < total_rows), input.long() - first_row
+        elsewhere = known & ((row < 0) | (row >= len(weight)))
+        row = torch.where(known, row.masked_fill(elsewhere, len(weight)), -1)
+        weight = torch.cat([weight, weight.new_zeros((1, weight.shape[1]))])
+    rows = torch.nn.functional.embedding(row, weight, scale_grad_by_freq=call.scale_grad_by_freq, sparse=call.sparse)
     if call.padding_idx >= 0:
         # By detaching, not by embedding's own option: forward mode does not know that one.
         rows = torch.where((input == call.padding_idx).unsqueeze(-1), rows.detach(), rows)
@@ -31,10 +40,11 @@ def embed(call: EmbedCall) -> Tensor:
     scaled = rows.to(wide) * call.token_scale
     spec = Spec(call.base, call.flags)
     if spec != NO_ENCODING:
-        scaled = scaled + _encoding(
-            input.shape, weight.shape[1], call.positions, call.offset, spec, wide, weight.device
-        )
-    return scaled.to(weight.dtype)
+        whole = weight.shape[1] if d_model < 0 else d_model
+        encoding = _encoding(input.shape, whole, call.positions, call.offset, spec, wide, weight.device)
+        scaled = scaled + encoding[..., first_column : first_column + weight.shape[1]]
+    result = scaled.to(weight.dtype)
+    return result if elsewhere is None else result.masked_fill(elsewhere.unsqueeze(-1), -0.0)
 
 
 def weight_gradient(call: GradientCall, sparse: bool) -> Tensor:
@@ -50,11 +60,21 @@ def weight_gradient(call: GradientCall, sparse: bool) -> Tensor:
     return result.to(call.grad.dtype)
 
 
-def add(x: Tensor, positions: Tensor | None, offset: int, spec: Spec) -> Tensor:
+def add(
+    x: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    spec: Spec,
+    token_scale: float = 1.0,
+    first_column: int = 0,
+    d_model: int = -1,
+) -> Tensor:
     """As `ops.add.run`."""
-    wide = _wide(x.dtype)
-    encoding = _encoding(x.shape[:-1], x.shape[-1], positions, offset, spec, wide, x.device)
-    return (x.to(wide) + encoding).to(x.dtype)
+    wide, width = _wide(x.dtype), x.shape[-1]
+    whole = width if d_model < 0 else d_model
+    encoding = _encoding(x.shape[:-1], whole, positions, offset, spec, wide, x.device)
+    encoding = encoding[..., first_column : first_column + width]
+    return (x.to(wide) * token_scale + encoding).to(x.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

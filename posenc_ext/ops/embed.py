@@ -10,9 +10,10 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from posenc_ext.ops import compose
+from posenc_ext.ops import compose, shard
 from posenc_ext.ops.call import INT64, EmbedCall, GradientCall, by_name, offset_error
 from posenc_ext.ops.compose import transforms_active
+from posenc_ext.plain import is_dtensor
 
 _ops = torch.ops.posenc_ext
 _embed = _ops.embed.default
@@ -24,6 +25,8 @@ _grad_enabled = torch.is_grad_enabled
 
 def run(call: EmbedCall, general: dict[str, Any] | None = None) -> Tensor:
     """The layer, differentiable in weight; `general`: arguments that only the op `embed_general` takes."""
+    if type(call.weight) not in shard.PLAIN and is_dtensor(call.weight):
+        return shard.embed(run, call, general or {})
     result: Tensor
     if _is_compiling() and not compose.needed():
         if call.sparse:
@@ -100,13 +103,29 @@ def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None
 
 def _weight_gradient(ctx: Any, grad: Tensor) -> Tensor:
     (input,) = ctx.saved_tensors
-    call = GradientCall(grad, input, *ctx.gradient_options)
+    return _gradient(GradientCall(grad, input, *ctx.gradient_options), ctx.sparse)
+
+
+def _gradient_of_shard(ctx: Any, grad: Tensor) -> Tensor:
+    """That of the rows from ctx.first_row on. Tokens of other rows add to one row more, which is cut off."""
+    (input,) = ctx.saved_tensors
+    rows, token_scale, padding_idx, scale_grad_by_freq = ctx.gradient_options
+    if grad.shape[-1] == 0:
+        return grad.new_zeros((rows, 0))
+    row = input.long() - ctx.first_row
+    left_out = (row < 0) | (row >= rows) | (input == padding_idx)
+    call = GradientCall(grad, row.masked_fill(left_out, rows), rows + 1, token_scale, rows, scale_grad_by_freq)
+    return _gradient(call, sparse=False)[:rows]
+
+
+def _gradient(call: GradientCall, sparse: bool) -> Tensor:
+    grad = call.grad
     if compose.needed():  # forward mode over the backward pass
-        return compose.weight_gradient(call, ctx.sparse)
+        return compose.weight_gradient(call, sparse)
     # Under create_graph the gradient must be differentiable, so the public op is called, which has a formula.
     recorded = _grad_enabled() and grad.requires_grad
     result: Tensor
-    if not ctx.sparse:
+    if not sparse:
         result = _ops.embed_backward.default(*call) if recorded or _is_compiling() else _ops._embed_bwd.default(*call)
         return result
     rows, values = (_ops.embed_backward_sparse if recorded else _ops._embed_bwd_sparse).default(*call)
@@ -127,9 +146,12 @@ def _register_embed(op: Any) -> None:
     ) -> None:
         given = by_name(op, inputs, keyword_only_inputs or {})
         _save(ctx, EmbedCall(**{name: given[name] for name in EmbedCall._fields}))
+        ctx.first_row = given.get("first_row", 0)
+        whole = given.get("total_rows", -1) < 0 and given.get("d_model", -1) < 0
+        ctx.weight_gradient = _weight_gradient if whole else _gradient_of_shard
 
     def formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (_weight_gradient(ctx, grad), *(None,) * (len(positional) - 1))
+        return (ctx.weight_gradient(ctx, grad), *(None,) * (len(positional) - 1))
 
     torch.library.register_autograd(op.name(), formula, setup_context=setup)
 

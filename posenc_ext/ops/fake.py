@@ -36,6 +36,12 @@ def _check_floating(op: str, argument: str, dtype: torch.dtype) -> None:
     _require(good, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}")
 
 
+def _check_part(op: str, first_name: str, first: int, size: int, whole_name: str, whole: int) -> None:
+    whole = size if whole < 0 else whole
+    _require(size <= whole, op, f"{whole_name} must be at least the {size} of this shard, got {whole}")
+    _require(0 <= first <= whole - size, op, f"{first_name} must lie in [0, {whole - size}], got {first}")
+
+
 def _output(
     op: str,
     like: Tensor,
@@ -45,9 +51,11 @@ def _output(
     width: int,
     positions: Tensor | None,
     out: Tensor | None,
+    d_model: int = -1,
 ) -> Tensor:
     """What a forward op returns, after the checks that all of them have in common."""
-    _require(width >= 1, op, f"the width (d_model) must be positive, got {width}")
+    d_model = width if d_model < 0 else d_model
+    _require(d_model >= 1, op, f"the width (d_model) must be positive, got {d_model}")
     if positions is not None:
         _check_integers(op, "positions", positions)
         good = positions.shape == token_shape
@@ -63,19 +71,39 @@ def _output(
 
 
 def _embed(
-    op: str, weight: Tensor, input: Tensor, positions: Tensor | None = None, out: Tensor | None = None, **_: Any
+    op: str,
+    weight: Tensor,
+    input: Tensor,
+    positions: Tensor | None = None,
+    out: Tensor | None = None,
+    first_row: int = 0,
+    total_rows: int = -1,
+    first_column: int = 0,
+    d_model: int = -1,
+    **_: Any,
 ) -> Tensor:
     _check_floating(op, "weight", weight.dtype)
     _require(weight.dim() == 2, op, f"weight must have 2 dimensions [vocab_size, d_model], got {list(weight.shape)}")
     _check_integers(op, "input", input)
     _check_device(op, "input", input, weight, "weight")
-    return _output(op, weight, "weight", weight.dtype, input.shape, weight.shape[1], positions, out)
+    _check_part(op, "first_row", first_row, weight.shape[0], "total_rows", total_rows)
+    _check_part(op, "first_column", first_column, weight.shape[1], "d_model", d_model)
+    return _output(op, weight, "weight", weight.dtype, input.shape, weight.shape[1], positions, out, d_model)
 
 
-def _add(op: str, x: Tensor, positions: Tensor | None, out: Tensor | None = None, **_: Any) -> Tensor:
+def _add(
+    op: str,
+    x: Tensor,
+    positions: Tensor | None = None,
+    out: Tensor | None = None,
+    first_column: int = 0,
+    d_model: int = -1,
+    **_: Any,
+) -> Tensor:
     _check_floating(op, "x", x.dtype)
     _require(x.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar")
-    return _output(op, x, "x", x.dtype, x.shape[:-1], x.shape[-1], positions, out)
+    _check_part(op, "first_column", first_column, x.shape[-1], "d_model", d_model)
+    return _output(op, x, "x", x.dtype, x.shape[:-1], x.shape[-1], positions, out, d_model)
 
 
 def _encode(op: str, positions: Tensor, d_model: int, dtype: Any = None, out: Tensor | None = None, **_: Any) -> Tensor:
@@ -115,6 +143,7 @@ for _op, _check, *_names in (
     ("embed_backward_sparse", _gradient, "embed_backward_sparse", "_embed_bwd_sparse"),
     ("add_positional_encoding", _add, "add_positional_encoding", "_add_positional_encoding_fwd"),
     ("add_positional_encoding", _add, "add_positional_encoding_out"),
+    ("add_general", _add, "add_general"),
     ("positional_encoding", _encode, "positional_encoding", "positional_encoding_out"),
 ):
     for _name in _names:

@@ -26,6 +26,8 @@ Columns columns_of_case(int64_t layout, OddRule odd, int64_t width) {
 
 enum class Given { nothing, for_seq, for_tokens, for_rows };  // for_rows: added to the running index
 
+constexpr int64_t kWholeTable = INT64_MAX;
+
 // One call, in the terms of its tensors.
 struct ForwardCase {
   Dtype dtype = Dtype::float32;
@@ -41,8 +43,9 @@ struct ForwardCase {
   bool far_positions = true;  // some, among near ones
   bool int64_ids = true, int64_positions = true;
   int64_t rows = 11;
-  int64_t base_shift = 0, out_shift = 0;  // first element of the view
-  int64_t base_gap = 0, out_gap = 0;      // elements between rows
+  int64_t first_row = 0, end_row = kWholeTable;  // those of a shard
+  int64_t base_shift = 0, out_shift = 0;         // first element of the view
+  int64_t base_gap = 0, out_gap = 0;             // elements between rows
   int64_t column_stride = 1;
   bool expanded_base = false;  // dense: one row for the whole batch
   bool any_base = false;       // base terms of any bits
@@ -51,6 +54,7 @@ struct ForwardCase {
   uint64_t seed = 1;
 
   int64_t tokens() const { return batch * seq; }
+  bool is_shard() const { return end_row != kWholeTable; }
   std::string text() const;
 };
 
@@ -72,6 +76,8 @@ std::string ForwardCase::text() const {
       {"out shift", out_shift},
       {"base gap", base_gap},
       {"out gap", out_gap},
+      {"first row", first_row},
+      {"end row", end_row},
       {"column stride", column_stride},
       {"expanded base", expanded_base},
       {"any base", any_base},
@@ -113,6 +119,7 @@ class ForwardTensors {
     if (what.source == Source::gathered) {
       params.ids = ids_.view();
       params.rows = what.rows;
+      if (what.is_shard()) params.first_row = what.first_row, params.end_row = what.end_row;
       params.row_stride = base_row();
     }
     if (what.source == Source::dense) params.base_strides = view_strides(base_row());
@@ -137,6 +144,9 @@ class ForwardTensors {
   int64_t base_row() const { return (case_.width - 1) * case_.column_stride + 1 + case_.base_gap; }
   int64_t base_rows() const {
     if (case_.source == Source::none) return 0;
+    // One row at the least: kernels may read it before they know that the id has none.
+    if (case_.source == Source::gathered && case_.is_shard())
+      return std::max<int64_t>(case_.end_row - case_.first_row, 1);
     return case_.source == Source::gathered ? case_.rows : case_.expanded_base ? case_.seq : case_.tokens();
   }
 
@@ -400,6 +410,61 @@ void check_rounding(const Options& options) {
           }
 }
 
+// A part of the rows: tokens of the others are constant, wherever they stand among the rows in flight.
+void check_row_shards(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (int64_t layout = 0; layout < kTestLayouts; ++layout)
+      for (const Given given : kGiven)
+        for (const int64_t width : {32, 35})
+          for (const auto& [first, end] : {std::pair{0, 4}, {4, 11}, {3, 4}, {5, 5}}) {
+            ForwardCase what{dtype, Source::gathered, layout};
+            what.given = given;
+            what.width = width;
+            what.first_row = first, what.end_row = end;
+            what.precision = kBothPrecisions[(width + first) % 2];
+            what.batch = 6, what.seq = 4;
+            what.resident_threads = end % 2 == 0 ? 64 : 8192;
+            what.seed = static_cast<uint64_t>(7 * layout + first);
+            check_case(what);
+          }
+}
+
+// Some columns of wider rows, block by block as csrc/torch does it: frequencies begin at any pair.
+void check_column_shards(const Options& options) {
+  constexpr std::pair<int64_t, int64_t> kSlices[] = {{0, 32},  {32, 32}, {16, 16}, {8, 48}, {1, 40},
+                                                     {33, 31}, {7, 8},   {31, 1},  {0, 63}};  // first column, width
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : kSources)
+      for (int64_t layout = 0; layout < kTestLayouts; ++layout)
+        for (const int64_t width : {64, 65})
+          for (const auto& [first, slice] : kSlices) {
+            if (options.few && first % 8 != 0) continue;
+            ForwardCase what{dtype, source, layout, odd_rule(first + layout)};
+            what.width = width;
+            what.given = kGiven[(first + slice) % 4];
+            what.precision = kBothPrecisions[first % 2];
+            what.seed = static_cast<uint64_t>(first);
+            ForwardTensors tensors(what);
+            Elements expected = tensors.new_out(), got = tensors.new_out();
+            const Device device(what.resident_threads);
+            for (const ColumnBlock& block : ColumnBlocks(tensors.params.encoding.columns, first, slice)) {
+              ForwardParams params = tensors.params;
+              params.encoding.columns = block.columns;
+              params.encoding.frequencies = params.encoding.frequencies.from(block.first_pair);
+              const int64_t column = first + block.first;
+              if (source != Source::none)
+                params.base = static_cast<const char*>(params.base) + column * element_size(dtype);
+              params.out = expected.at(column);
+              cpu::forward(params, run_serially);
+              params.out = got.at(column);
+              cuda::forward(params, device.launch);
+            }
+            const int64_t at = expected.first_difference(got);
+            expect(at < 0, what.text() + ", columns " + std::to_string(first) + " and on: element " +
+                               std::to_string(at) + " differs");
+          }
+}
+
 void check_small_calls(const Options& options) {
   for (const Dtype dtype : dtypes(options))
     for (const Source source : kSources)
@@ -437,6 +502,7 @@ void check_mixtures(const Options& options) {
     if (one_in(9)) what.column_stride = 2 + random.below(2);
     what.any_base = one_in(4);
     if (one_in(3)) what.token_scale = 1.5;
+    if (one_in(4)) what.first_row = random.below(what.rows), what.end_row = what.first_row + random.below(9);
     what.resident_threads = int64_t{1} << random.below(14);
     what.seed = random.bits();
     if (options.few && what.tokens() * what.width > 600) continue;
@@ -522,6 +588,7 @@ void check_out_of_range(const Options& options) {
               what.seq = 7;
               what.resident_threads = random.below(2) == 0 ? 64 : 8192;
               what.seed = random.bits();
+              if (random.below(2) == 0) what.first_row = 3, what.end_row = 7;
               check_out_of_range_at(what, some_places(random, what.tokens()));
             }
 }
@@ -668,6 +735,8 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: positions")) check_positions(options);
   if (begin_group(options, "forward: views")) check_views(options);
   if (begin_group(options, "forward: rounding")) check_rounding(options);
+  if (begin_group(options, "forward: row shards")) check_row_shards(options);
+  if (begin_group(options, "forward: column shards")) check_column_shards(options);
   if (begin_group(options, "forward: small calls")) check_small_calls(options);
   if (begin_group(options, "forward: mixtures")) check_mixtures(options);
   if (begin_group(options, "forward: out of range")) check_out_of_range(options);

@@ -172,7 +172,8 @@ struct Tile {
 
   void fill(const Encoding& encoding, int64_t position, int64_t first) {
     const Columns& columns = encoding.columns;
-    const int64_t last = std::min(first + kTilePairs, columns.pairs()), last_cosine = std::min(last, columns.cosines);
+    const int64_t last = std::min(first + kTilePairs, columns.pairs());
+    const int64_t last_sine = std::min(last, columns.sines), last_cosine = std::min(last, columns.cosines);
     span_count = 0;
     if (!columns.encoded) {
       push(0, columns.width, nullptr);
@@ -185,7 +186,7 @@ struct Tile {
       push(2 * first, last + last_cosine, buffer);
     } else {
       fill_halves<T>(encoding, position, first, last - first, buffer, buffer + kTilePairs);
-      push(columns.sine_start + first, columns.sine_start + last, buffer);
+      push(columns.sine_start + first, columns.sine_start + last_sine, buffer);
       push(columns.cosine_start + first, columns.cosine_start + last_cosine, buffer + kTilePairs);
     }
     if (last == columns.pairs() && columns.has_zero_column()) push(columns.width - 1, columns.width, &zero);
@@ -243,6 +244,20 @@ POSENC_HD void write_span(const T* base, int64_t column_stride, const T* later,
     E::template store<stream>(out + i, values);
   }
   for (; i < count; ++i) one(i);
+}
+
+// A row, or a part of one, of a constant token.
+template <class T, bool stream>
+POSENC_HD void write_constant(T* out, int64_t count, typename Element<T>::acc_t value) {
+  using E = Element<T>;
+  typename E::Vector values[kVectorsPerStore<T>];
+  for (auto& vector : values) vector = value - typename E::Vector{};  // x - 0 is x, also where x is -0
+  constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));
+  int64_t i = 0;
+  if (stream)
+    for (; i < count && !stream_aligned(out + i); ++i) out[i] = E::from_acc(value);
+  for (; i + kStep <= count; i += kStep) E::template store<stream>(out + i, values);
+  for (; i < count; ++i) out[i] = E::from_acc(value);
 }
 
 // A whole row without the buffer: encodings go from the registers into the sum. `visit` calls what it is given as
@@ -352,7 +367,9 @@ class ForwardLoop {
       lookup_.collect(params_, loop, count, end - at);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t position = lookup_.tokens[i].position;
-        if (!fused_ || position < 0 || !is_near(params_.encoding.precision, position)) {
+        if (lookup_.tokens[i].constant) {
+          write_constant<T, stream>(out_of(i), columns.width, lookup_.tokens[i].scale);
+        } else if (!fused_ || position < 0 || !is_near(params_.encoding.precision, position)) {
           for (int64_t tile = 0; tile < tiles_per_row(); tile += kTiles) {
             const int64_t some = std::min(kTiles, tiles_per_row() - tile);
             fill_tiles(position, tile, some, 0);
@@ -414,7 +431,9 @@ class ForwardLoop {
                                                        base_of(i + kPrefetchTokens) + column, span.encoding,
                                                        out_of(i) + span.column, span.count, lookup_.tokens[i]);
         };
-        span.encoding ? write(std::true_type{}) : write(std::false_type{});
+        if (lookup_.tokens[i].constant)
+          write_constant<T, stream>(out_of(i) + span.column, span.count, lookup_.tokens[i].scale);
+        else span.encoding ? write(std::true_type{}) : write(std::false_type{});
       }
     }
   }

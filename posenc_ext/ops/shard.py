@@ -1,0 +1,151 @@
+"""The ops on DTensors (torch.distributed.tensor): each rank computes the part of the output that its shards give.
+
+A table [V, D] on a mesh, by mesh dimension:
+    Replicate   the output is placed as the ids are
+    Shard(0)    Partial: a rank writes the tokens whose rows it has, encoding included, and -0 for the others. So their
+                sum, in any order, has the bits of one process
+    Shard(1)    Shard of the last axis: the encoding is that of these columns
+Ids may be a DTensor too, whose shards of the sequence axis know their positions; a plain tensor is the same everywhere.
+Nothing is sent but ids that are sharded where the table is, an x that is Partial, and gradients of a replicated table
+whose ids are sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posenc_ext.conventions import SEQUENCE_FIRST, Spec
+from posenc_ext.ops.call import EmbedCall
+from posenc_ext.plain import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+PLAIN = (nn.Parameter, Tensor)  # types that are asked for before `is_dtensor`, since that takes longer
+
+
+def refuse(op: str, tensor: Tensor, **arguments: Any) -> None:
+    """Refuse arguments (those that are not None or False) that a DTensor cannot be combined with."""
+    if type(tensor) in PLAIN or not is_dtensor(tensor):
+        return
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise ValueError(f"posenc_ext::{op}: {name} cannot be combined with a DTensor")
+
+
+def embed(run: Callable[..., Tensor], call: EmbedCall, general: Mapping[str, Any]) -> Tensor:
+    """`run(call, general)` for a weight that is a DTensor; so is the result."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    weight = cast("DTensor", call.weight)
+    refuse("embed", weight, scale_grad_by_freq=call.scale_grad_by_freq, sparse=call.sparse)
+    mesh = weight.device_mesh
+    _check_placements("embed", "weight", weight)
+    input = _on_mesh("embed", "input", call.input, mesh)
+    _check_placements("embed", "input", input)
+    of_tokens = tuple(
+        Replicate() if ours.is_shard() else theirs
+        for ours, theirs in zip(weight.placements, input.placements, strict=True)
+    )
+    of_gradient = tuple(
+        Partial() if theirs.is_shard() else ours for ours, theirs in zip(weight.placements, of_tokens, strict=True)
+    )
+    of_result = tuple(
+        theirs if not ours.is_shard() else Partial() if ours.is_shard(0) else Shard(input.dim())
+        for ours, theirs in zip(weight.placements, of_tokens, strict=True)
+    )
+    first_row, first_column = _starts(weight.shape, mesh, weight.placements)
+    if of_gradient != weight.placements:  # so that the gradient is summed into the placements of weight
+        weight = weight.redistribute(placements=weight.placements)
+    part = call._replace(
+        weight=weight.to_local(grad_placements=of_gradient),
+        input=input.redistribute(placements=of_tokens).to_local(),
+        positions=_local_positions("embed", call.positions, mesh, of_tokens),
+        offset=_local_offset(call.positions, call.offset, call.flags, input.shape, mesh, of_tokens),
+    )
+    rows, d_model = weight.shape
+    where = {"first_row": first_row, "total_rows": rows, "first_column": first_column, "d_model": d_model}
+    return _dtensor(run(part, {**general, **where}), mesh, of_result, (*input.shape, d_model))
+
+
+def add(
+    run: Callable[..., Tensor], x: Tensor, positions: Tensor | None, offset: int, spec: Spec, token_scale: float
+) -> Tensor:
+    """`run(x, positions, offset, spec, token_scale)` for an x that is a DTensor; so is the result."""
+    from torch.distributed.tensor import Replicate
+
+    whole = cast("DTensor", x)
+    if any(placement.is_partial() for placement in whole.placements):
+        whole = whole.redistribute(placements=[Replicate() if p.is_partial() else p for p in whole.placements])
+    _check_placements("add_positional_encoding", "x", whole)
+    mesh, width, last = whole.device_mesh, whole.shape[-1], whole.dim() - 1
+    of_tokens = tuple(Replicate() if p.is_shard(last) else p for p in whole.placements)
+    result = run(
+        whole.to_local(),
+        _local_positions("add_positional_encoding", positions, mesh, of_tokens),
+        _local_offset(positions, offset, spec.flags, whole.shape[:-1], mesh, of_tokens),
+        spec,
+        token_scale,
+        _starts(whole.shape, mesh, whole.placements)[-1],
+        width,
+    )
+    return _dtensor(result, mesh, whole.placements, whole.shape)
+
+
+def _check_placements(op: str, name: str, tensor: DTensor) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    if not all(type(placement) in (Replicate, Shard) for placement in tensor.placements):
+        raise ValueError(f"posenc_ext::{op}: placements of {name} must be Replicate or Shard, got {tensor.placements}")
+
+
+def _on_mesh(op: str, name: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(tensor, DTensor):
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if tensor.device_mesh != mesh:
+        raise ValueError(f"posenc_ext::{op}: {name} must be on the mesh {mesh}, got {tensor.device_mesh}")
+    return tensor
+
+
+def _starts(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """Where this rank's shard of a tensor of this shape begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)[1]
+
+
+def _local_positions(
+    op: str, positions: Tensor | None, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> Tensor | None:
+    if positions is None:
+        return None
+    return _on_mesh(op, "positions", positions, mesh).redistribute(placements=placements).to_local()
+
+
+def _local_offset(
+    positions: Tensor | None,
+    offset: int,
+    flags: int,
+    token_shape: torch.Size,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+) -> int:
+    """The running index of a shard begins where it does along the sequence."""
+    if positions is not None or not token_shape:
+        return offset
+    return offset + _starts(token_shape, mesh, placements)[0 if flags & SEQUENCE_FIRST else -1]
+
+
+def _dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    strides = [math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape))]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
