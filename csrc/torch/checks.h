@@ -1,32 +1,15 @@
 // Checks of the arguments that are tensors. A message names op, argument, requirement and the value it got.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "../cpu/dispatch.h"
-#include "../errors.h"
 #include "../params.h"
+#include "allocate.h"
 
 namespace posenc {
-
-using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-inline std::string text(IntHeaderOnlyArrayRef sizes) {
-  std::string result = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) result += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
-  return result + "]";
-}
-
-inline const char* text(ScalarType type) { return torch::headeronly::toString(type); }
 
 inline bool equal(IntHeaderOnlyArrayRef a, IntHeaderOnlyArrayRef b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
@@ -51,15 +34,6 @@ inline Integers integers_of(const Tensor& tensor, const char* op, const char* ar
   return {tensor.const_data_ptr(), type == ScalarType::Long};
 }
 
-inline std::string device_text(const Tensor& tensor) {
-  int32_t type = 0;
-  aoti_torch_get_device_type(tensor.get(), &type);
-  const std::string name = type == aoti_torch_device_type_cpu()    ? "cpu"
-                           : type == aoti_torch_device_type_cuda() ? "cuda"
-                                                                   : "device type " + std::to_string(type);
-  return tensor.is_cpu() ? name : name + ":" + std::to_string(tensor.get_device_index());
-}
-
 inline void check_same_device(const Tensor& tensor, const char* argument, const Tensor& other, const char* other_name,
                               const char* op) {
   if (tensor.is_cpu() && other.is_cpu()) return;
@@ -71,7 +45,7 @@ inline void check_same_device(const Tensor& tensor, const char* argument, const 
 // at ids here would be to wait for the device. An empty table has no id in range, so it is refused here.
 inline Integers checked_ids(Tensor& input, int64_t rows, const char* op) {
   integers_of(input, op, "input");
-  if (!input.is_contiguous()) input = torch::stable::contiguous(input);
+  if (!input.is_contiguous()) input = contiguous_copy(input);
   const Integers ids = integers_of(input, op, "input");
   if (!input.is_cpu()) {
     if (rows == 0 && input.numel() > 0)
