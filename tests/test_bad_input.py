@@ -374,3 +374,38 @@ for call in calls:
     lines = run_code(code, tmp_path).splitlines()
     assert len(lines) == 2
     assert all(re.match("RuntimeError .*DefaultCPUAllocator: can't allocate memory", line) for line in lines), lines
+
+
+def test_storages_that_were_freed_or_cut(tmp_path):
+    """As sharding frees them between uses: every tensor of every op. In a process of its own, which must live."""
+    code = """
+import make, torch
+from posenc_ext.ops.call import by_name
+
+sample = make.Sample("", make.table(), make.ids((2, 3)), {"positions": torch.arange(6).view(2, 3)})
+for name, call in {**make.op_calls(sample), **make.raw_calls(sample)}.items():
+    arguments = by_name(call.overload, call.args, call.kwargs)
+    for argument, whole in arguments.items():
+        if not isinstance(whole, torch.Tensor):
+            continue
+        for left in (0, 1, 2 * whole.nbytes - 1):
+            tensor = torch.cat([whole.flatten()] * 2)[whole.numel():].view(whole.shape)
+            tensor.untyped_storage().resize_(left)
+            assert tensor.shape == whole.shape
+            try:
+                call.overload(**{**arguments, argument: tensor})
+            except ValueError as error:
+                text = f"{argument} must have its memory: shape {list(whole.shape)} needs a storage of "
+                assert text + f"{2 * whole.nbytes} bytes, got {left}" in str(error), (name, error)
+            else:
+                raise AssertionError((name, argument, left))
+    print(name)
+"""
+    assert set(run_code(code, tmp_path).split()) >= {"embed", "_embed_fwd", "_embed_bwd_sparse", "add_positional_encoding"}
+
+
+def test_no_element_needs_no_storage():
+    nothing = torch.empty(0, 3, dtype=torch.int64)
+    nothing.untyped_storage().resize_(0)
+    assert embed(nothing, table()).shape == (0, 3, 8)
+    assert encode(nothing, 8).shape == (0, 3, 8)

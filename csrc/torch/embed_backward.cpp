@@ -27,11 +27,11 @@ struct GradientCall {
     POSENC_CHECK(num_weights >= 0, op, "num_weights must not be negative, got ", num_weights);
     POSENC_CHECK(padding_idx < num_weights || padding_idx < 0, op, "padding_idx must be below num_weights (",
                  num_weights, "), got ", padding_idx);
-    integers_of(input, op, "input");
     check_same_device(input, "input", grad, "grad", op);
     const auto sizes = grad.sizes(), token_sizes = input.sizes();
     POSENC_CHECK(sizes.size() == token_sizes.size() + 1 && equal({sizes.data(), token_sizes.size()}, token_sizes), op,
                  "grad must have the shape of input ", text(token_sizes), " and one axis more, got ", text(sizes));
+    check_storage(grad, op, "grad");
     params.width = sizes[sizes.size() - 1];
     POSENC_CHECK(params.width >= 1, op, "the width (last axis) of grad must be positive, got ", params.width);
     tokens = {checked_ids(input, num_weights, op), input.numel(), num_weights, padding_idx};
