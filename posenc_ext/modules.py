@@ -336,7 +336,7 @@ class LearnedPositionalEmbedding(nn.Module):
 
         Raises:
             IndexError: a position outside [0, max_len): nothing was learned for it.
-            ValueError: x of another width, positions of another shape.
+            ValueError: x of another width, positions of another shape or dtype.
         """
         if x.shape[-1:] != (self.d_model,):
             raise ValueError(
@@ -348,13 +348,23 @@ class LearnedPositionalEmbedding(nn.Module):
 
     def _rows(self, token_shape: torch.Size, offset: int, positions: Tensor | None) -> Tensor:
         if positions is not None:
-            chosen = offset + functional.broadcast_positions(
+            if positions.dtype not in (torch.int64, torch.int32):
+                raise ValueError(
+                    "posenc_ext.LearnedPositionalEmbedding: positions must have dtype int64 or int32, "
+                    f"got {positions.dtype}"
+                )
+            # A sum past int64 would wrap to a row. With half of the range for the offset, it cannot get back to one.
+            if not -(2**62) < offset < 2**62:
+                raise ValueError(
+                    f"posenc_ext.LearnedPositionalEmbedding: offset must lie between -2**62 and 2**62, got {offset}"
+                )
+            positions = functional.broadcast_positions(
                 positions, token_shape, batch_first=self.batch_first, op="learned_positional_embedding"
             )
             try:
-                return nn.functional.embedding(chosen, self.weight)
+                return nn.functional.embedding(positions.long() + offset, self.weight)
             except IndexError:
-                raise self._beyond(int(chosen.min()), int(chosen.max())) from None
+                raise self._beyond(int(positions.min()) + offset, int(positions.max()) + offset) from None
         rank = len(token_shape)
         length = 1 if rank == 0 else token_shape[-1 if self.batch_first else 0]
         if offset < 0 or offset + length > self.max_len:

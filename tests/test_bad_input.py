@@ -401,7 +401,12 @@ for name, call in {**make.op_calls(sample), **make.raw_calls(sample)}.items():
                 raise AssertionError((name, argument, left))
     print(name)
 """
-    assert set(run_code(code, tmp_path).split()) >= {"embed", "_embed_fwd", "_embed_bwd_sparse", "add_positional_encoding"}
+    assert set(run_code(code, tmp_path).split()) >= {
+        "embed",
+        "_embed_fwd",
+        "_embed_bwd_sparse",
+        "add_positional_encoding",
+    }
 
 
 def test_no_element_needs_no_storage():
