@@ -9,9 +9,13 @@
 #include <pybind11/stl.h>
 
 #include <limits>
+#include <map>
+#include <string>
+#include <vector>
 
 #include "cpu/dispatch.h"
 #include "cuda/backend.h"
+#include "errors.h"
 #include "frequency.h"
 #include "sinusoid.h"
 #include "spec.h"
@@ -81,6 +85,15 @@ void embed_raw(uintptr_t weight, uintptr_t ids, uintptr_t out, int64_t batch, in
   cpu::forward(params, serial);
 }
 
+void allocate(const std::vector<int64_t>& sizes, const std::string& dtype, const std::string& device) {
+  static const std::map<std::string, const char*> names{
+      {"Float", "float32"}, {"Double", "float64"}, {"BFloat16", "bfloat16"}, {"Half", "float16"},
+      {"Long", "int64"},    {"Int", "int32"},      {"Byte", "uint8"}};
+  const py::gil_scoped_acquire locked;
+  const py::module_ torch = py::module_::import("torch");
+  torch.attr("empty")(sizes, py::arg("dtype") = torch.attr(names.at(dtype)), py::arg("device") = device);
+}
+
 py::dict build_info() {
   py::dict info;
   info["compiler"] = __VERSION__;
@@ -94,6 +107,7 @@ py::dict build_info() {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled half of posenc_ext: build information, choice of instruction set, raw kernels.";
+  allocate_from_python = &allocate;
   m.def("build_info", &build_info, "What this library was built with.");
   m.def("available_isas", &cpu::available_isas,
         "CPU instruction sets of this build that this machine can run, best first.");

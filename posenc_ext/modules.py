@@ -499,7 +499,7 @@ class LearnedPositionalEmbedding(nn.Module):
 
         Raises:
             IndexError: a position outside [0, max_len): nothing was learned for it.
-            ValueError: x of another width, positions of another shape.
+            ValueError: x of another width, positions of another shape or dtype.
         """
         if x.shape[-1:] != (self.d_model,):
             raise ValueError(
@@ -510,18 +510,21 @@ class LearnedPositionalEmbedding(nn.Module):
         return _drop(self._modules["dropout"], y)
 
     def _rows(self, token_shape: torch.Size, offset: int | Tensor, positions: Tensor | None) -> Tensor:
-        op = "learned_positional_embedding"
+        op = "LearnedPositionalEmbedding"
         if type(offset) is not int:
             offset, positions = functional.resolve_offset(
                 offset, positions, token_shape, self.batch_first, 0, self.weight.device, op
             )
         if positions is not None:
             functional.check_integer(op, "positions", positions)
-            chosen = functional.broadcast_positions(positions, token_shape, self.batch_first, op).long() + offset
+            # A sum past int64 would wrap to a row. With half of the range for the offset, it cannot get back to one.
+            if not -(2**62) < offset < 2**62:
+                raise ValueError(f"posenc_ext::{op}: offset must lie between -2**62 and 2**62, got {offset}")
+            positions = functional.broadcast_positions(positions, token_shape, self.batch_first, op)
             try:
-                return nn.functional.embedding(chosen, self.weight)
+                return nn.functional.embedding(positions.long() + offset, self.weight)
             except IndexError:
-                raise self._beyond(int(chosen.min()), int(chosen.max())) from None
+                raise self._beyond(int(positions.min()) + offset, int(positions.max()) + offset) from None
         rank = len(token_shape)
         length = 1 if rank == 0 else token_shape[-1 if self.batch_first else 0]
         if offset < 0 or offset + length > self.max_len:

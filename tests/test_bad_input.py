@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+import re
 
 import make
 import pytest
 import torch
-from helpers import assert_refused, assert_same_bits
+from helpers import assert_refused, assert_same_bits, run_code
 from make import ids as batch
 from make import table
+from torch import nn
 
 from posenc_ext import CONVENTIONS, Convention
 from posenc_ext.functional import add_positional_encoding as add
@@ -295,3 +297,120 @@ def test_nothing_is_written_by_the_others(call, words):
     out = torch.full((2, 3, 8), 7.0)
     assert_refused(lambda: call(out), *words)
     assert (out == 7).all()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+FLAT, WIDE = torch.zeros(2**22, dtype=torch.int32), torch.zeros(1, 1).expand(1, 2**24)  # 2^48 bytes of rows
+MANY = torch.tensor([1]).expand(2**45)
+
+
+def backward_of(lookup):
+    """To a table that is an expanded row, so that only its gradient is too large."""
+    return lambda: lookup(GOOD, torch.zeros(1, 8, requires_grad=True).expand(2**44, 8)).sum().backward()
+
+
+def gradient(op):
+    return getattr(ops, op)(torch.zeros(1).expand(2**45, 8), MANY, V, 1.0, -1, False)
+
+
+# Calls that need more memory than can be addressed, and what torch does that needs as much.
+TOO_LARGE = {
+    "rows": (lambda: scaled_embedding(FLAT, WIDE), lambda: nn.functional.embedding(FLAT, WIDE)),
+    "copy of ids": (lambda: embed(MANY, table()), MANY.contiguous),
+    "x": (lambda: add(torch.zeros(1).expand(2**45, 8)), lambda: torch.zeros(1).expand(2**45, 8) + 1),
+    "PE": (lambda: encode(MANY, 8), lambda: torch.empty(2**45, 8)),
+    "PE float64": (lambda: encode(MANY, 8, dtype=torch.float64), lambda: torch.empty(2**45, 8, dtype=torch.float64)),
+    "PE bfloat16": (lambda: encode(MANY, 8, dtype=torch.bfloat16), lambda: torch.empty(2**45, 8, dtype=torch.half)),
+    "more than can be counted": (lambda: encode(MANY, 2**20), lambda: torch.empty(2**45, 2**20)),
+    "gradient": (backward_of(embed), backward_of(nn.functional.embedding)),
+    "ids of a gradient": (lambda: gradient("embed_backward"), MANY.contiguous),
+    "ids of a sparse gradient": (lambda: gradient("embed_backward_sparse"), MANY.contiguous),
+}
+
+
+def error_of(call):
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return caught.value
+
+
+@make.each(("call", "like"), TOO_LARGE)
+def test_out_of_memory_is_the_error_that_torch_raises(call, like):
+    """Of the same type and text: tools that try again with a smaller batch look for either."""
+    got, want = error_of(call), error_of(like)
+    assert type(got) is type(want)
+    assert str(got) == str(want)
+
+
+def test_the_type_of_an_error_of_memory_is_kept(monkeypatch):
+    """The one that a GPU raises, which the allocator of the CPU does not."""
+
+    def refuse(*_, **options):
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {options}")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    for call in (lambda: encode(MANY, 8), backward_of(embed)):
+        assert_refused(call, "CUDA out of memory", "torch.float32", "cpu", error=torch.OutOfMemoryError)
+    monkeypatch.setattr(torch, "empty", lambda *_, **options: None)
+    assert_refused(lambda: encode(MANY, 8), "out of memory", f"[{2**45}, 8]", "Float on cpu", error=RuntimeError)
+
+
+def test_too_little_memory_to_sort_ids(tmp_path):
+    code = """
+import resource, torch, posenc_ext
+grad, ids = torch.zeros(1).expand(2**22, 2), torch.zeros(2**22, dtype=torch.int32)
+calls = [getattr(torch.ops.posenc_ext, name) for name in ("embed_backward", "embed_backward_sparse")]
+for call in calls:
+    call(grad[:3], ids[:3], 3, 1.0, -1, False)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, -1))
+for call in calls:
+    try:
+        call(grad, ids, 3, 1.0, -1, False)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    lines = run_code(code, tmp_path).splitlines()
+    assert len(lines) == 2
+    assert all(re.match("RuntimeError .*DefaultCPUAllocator: can't allocate memory", line) for line in lines), lines
+
+
+def test_storages_that_were_freed_or_cut(tmp_path):
+    """As sharding frees them between uses: every tensor of every op. In a process of its own, which must live."""
+    code = """
+import make, torch
+from posenc_ext.ops.call import by_name
+
+sample = make.Sample("", make.table(), make.ids((2, 3)), {"positions": torch.arange(6).view(2, 3)})
+for name, call in {**make.op_calls(sample), **make.raw_calls(sample)}.items():
+    arguments = by_name(call.overload, call.args, call.kwargs)
+    for argument, whole in arguments.items():
+        if not isinstance(whole, torch.Tensor):
+            continue
+        for left in (0, 1, 2 * whole.nbytes - 1):
+            tensor = torch.cat([whole.flatten()] * 2)[whole.numel():].view(whole.shape)
+            tensor.untyped_storage().resize_(left)
+            assert tensor.shape == whole.shape
+            try:
+                call.overload(**{**arguments, argument: tensor})
+            except ValueError as error:
+                text = f"{argument} must have its memory: shape {list(whole.shape)} needs a storage of "
+                assert text + f"{2 * whole.nbytes} bytes, got {left}" in str(error), (name, error)
+            else:
+                raise AssertionError((name, argument, left))
+    print(name)
+"""
+    assert set(run_code(code, tmp_path).split()) >= {
+        "embed",
+        "_embed_fwd",
+        "_embed_bwd_sparse",
+        "add_positional_encoding",
+    }
+
+
+def test_no_element_needs_no_storage():
+    nothing = torch.empty(0, 3, dtype=torch.int64)
+    nothing.untyped_storage().resize_(0)
+    assert embed(nothing, table()).shape == (0, 3, 8)
+    assert encode(nothing, 8).shape == (0, 3, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 
@@ -265,6 +266,35 @@ def test_learned_positions_end_where_sinusoids_go_on():
             trained(given, **options)
     assert trained(longer[:, :5]).shape == (1, 5, D)
     assert layer(POSITIONAL, max_len=5)(longer).shape == (1, 6, D)
+
+
+def test_learned_positions_do_not_wrap():
+    """A sum past int32, or past int64, is no row."""
+    trained, top, far = layer("LearnedPositionalEmbedding", max_len=5), 2**31 - 1, 2**63 - 1
+
+    def rows(offset, given, dtype=torch.int64):
+        return trained(torch.zeros(1, 2, D), offset=offset, positions=torch.tensor(given, dtype=dtype))
+
+    for offset, given, dtype in (
+        (top, (1, 2), torch.int32),
+        (2**32, (0, 1), torch.int32),
+        (-top, (-4, -3), torch.int32),
+        (2**61, (far - 1, far), torch.int64),
+        (-(2**61), (-far, 1 - far), torch.int64),
+    ):
+        words = "LearnedPositionalEmbedding: positions", f"got {given[0] + offset} to {given[1] + offset}"
+        assert_refused(functools.partial(rows, offset, given, dtype), *words, error=IndexError)
+    for offset in (far, -far, 2**62, 2**70):
+        words = "LearnedPositionalEmbedding: offset must lie between", f"got {offset}"
+        assert_refused(functools.partial(rows, offset, (-far, 3 - far)), *words)
+    assert torch.equal(rows(top, (2 - top, 3 - top)), rows(2, (0, 1)))
+
+
+@make.each("dtype", [torch.bool, torch.uint8, torch.int16, torch.float32])
+def test_learned_positions_are_int32_or_int64(dtype):
+    trained, bad = layer("LearnedPositionalEmbedding"), torch.ones(2).to(dtype)
+    words = "LearnedPositionalEmbedding: positions must have dtype int64 or int32, got ", dtype
+    assert_refused(lambda: trained(torch.zeros(1, 2, D), positions=bad), *words)
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------

@@ -407,13 +407,3 @@ def test_fully_sharded_training_step(kind, mesh):
     weights = [p.full_tensor() for p in sharded.parameters()]
     for a, b in zip(weights, plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.filterwarnings("ignore")  # of the distributed package about itself
-def test_a_sharded_weight_without_its_module_is_refused_clearly(mesh):
-    """A DTensor that nothing has gathered: an error that says so, not a wrong lookup."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    weight = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])
-    with pytest.raises((NotImplementedError, RuntimeError, ValueError), match=r"DTensor|sharding"):
-        functional.embed(IDS, weight)

@@ -42,6 +42,7 @@ void check_out(const Tensor& out, const std::vector<int64_t>& sizes, ScalarType 
   POSENC_CHECK(equal(got, required), op, "out must have shape ", text(required), ", got ", text(got));
   POSENC_CHECK(column_stride(out) == 1, op,
                "out must have contiguous columns (stride 1 in its last axis), got strides ", text(strides));
+  check_storage(out, op, "out");
   POSENC_CHECK(!overlaps_itself(out), op, "out must not overlap itself, got shape ", text(got), " with strides ",
                text(strides));
 }
@@ -83,6 +84,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   const int64_t d_model = args.d_model < 0 ? width : args.d_model;
   POSENC_CHECK(d_model >= 1, op, "the width (d_model) must be positive, got ", d_model);
   check_part(op, "first_column", args.first_column, width, "d_model", d_model);
+  if (params.source != Source::none) check_storage(like, op, like_name);
   const size_t axes = token_sizes.size();
   params.tokens = tokens_of(token_sizes, sequence_first);
 
