@@ -173,6 +173,21 @@ def test_a_shard_under_compile():
     assert_same_bits(got, want)
 
 
+# ---- what other threads may see --------------------------------------------------------------------------------------
+
+
+def test_a_sparse_gradient_is_marked_before_others_work_on_it():
+    """DistributedDataParallel gives it to another thread in a hook of autograd's node, and coalesces it there."""
+    weight, seen = make.table(grad=True), []
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append(weight.grad.is_coalesced()))
+    for _ in range(2):
+        weight.grad = None
+        embed(make.ids(), weight, sparse=True).sum().backward()
+    assert seen == [True, True]
+    assert not weight._post_accumulate_grad_hooks  # none of ours is left
+
+
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 FILE = Path(__file__).with_name("distributed_checks.py")
