@@ -23,6 +23,7 @@ from posenc_ext import _C, jagged
 from posenc_ext.conventions import DIVISORS, NO_ENCODING, Convention, resolve
 from posenc_ext.ops import add as _add
 from posenc_ext.ops import embed as _embed
+from posenc_ext.ops import shard as _shard
 from posenc_ext.ops.call import (
     EmbedCall,
     broadcast_positions,
@@ -202,6 +203,7 @@ def add_positional_encoding(
         positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
     if out is None:
         return _add.run(x, positions, offset, spec, token_scale)
+    _shard.refuse("add_positional_encoding", x, out=out)
     if token_scale != 1:
         raise ValueError(
             f"posenc_ext::add_positional_encoding: out= cannot be combined with token_scale, got {token_scale}"
@@ -327,6 +329,7 @@ def _embed_in_place(
     call: EmbedCall, max_norm: float | None, norm_type: float, out: Tensor | None, general: dict[str, Any] | None = None
 ) -> Tensor:
     """An embed that writes: to the rows of weight that are too long, or to out."""
+    _shard.refuse("embed", call.weight, max_norm=max_norm, out=out)
     check_offset("embed", call.offset)
     weight, input, positions, offset, token_scale, base, flags, *_ = call
     if out is not None:

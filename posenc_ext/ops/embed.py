@@ -83,22 +83,25 @@ def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None
     """See that `leaf.grad`, if it becomes this gradient and nothing else, is known to be coalesced.
 
     Autograd stores a sparse gradient as a new tensor of the same indices and values, which is not marked coalesced. An
-    optimiser would then sort and sum once more.
+    optimiser would then sort and sum once more. It is marked as soon as it is stored: once the hooks of autograd's node
+    have seen it, another thread may be at work on it (DistributedDataParallel).
     """
     rows, values = gradient._indices(), gradient._values()
     version = rows._version
 
-    def unchanged(stored: Tensor) -> bool:  # a hook may have put something else in its place, or written to it
+    def mark(tensor: Tensor) -> None:
+        stored = tensor.grad
+        if stored is None or not stored.is_sparse or rows._version != version:
+            return
+        # A hook may have put something else in its place, or written to it.
         pairs = ((stored._indices(), rows), (stored._values(), values))
-        return rows._version == version and all(new.data_ptr() == old.data_ptr() for new, old in pairs)
-
-    def at_end_of_backward() -> None:
-        tensor = leaf()
-        stored = None if tensor is None else tensor.grad
-        if stored is not None and stored.is_sparse and unchanged(stored):
+        if all(new.data_ptr() == old.data_ptr() for new, old in pairs):
             stored._coalesced_(True)
 
-    torch.autograd.Variable._execution_engine.queue_callback(at_end_of_backward)
+    tensor = leaf()
+    if tensor is not None and tensor.requires_grad:
+        hook = tensor.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+        torch.autograd.Variable._execution_engine.queue_callback(hook.remove)
 
 
 def _weight_gradient(ctx: Any, grad: Tensor) -> Tensor:

@@ -36,10 +36,9 @@ def _check_floating(op: str, argument: str, dtype: torch.dtype) -> None:
     _require(good, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}")
 
 
-def _check_part(op: str, first_name: str, first: int, size: int, whole_name: str, whole: int) -> None:
-    whole = size if whole < 0 else whole
-    _require(size <= whole, op, f"{whole_name} must be at least the {size} of this shard, got {whole}")
-    _require(0 <= first <= whole - size, op, f"{first_name} must lie in [0, {whole - size}], got {first}")
+def _check_whole(op: str, name: str, whole: int, size: int) -> None:
+    # Not where the shard begins: a traced program may serve every rank.
+    _require(whole < 0 or size <= whole, op, f"{name} must be at least the {size} of this shard, got {whole}")
 
 
 def _output(
@@ -76,9 +75,7 @@ def _embed(
     input: Tensor,
     positions: Tensor | None = None,
     out: Tensor | None = None,
-    first_row: int = 0,
     total_rows: int = -1,
-    first_column: int = 0,
     d_model: int = -1,
     **_: Any,
 ) -> Tensor:
@@ -86,8 +83,8 @@ def _embed(
     _require(weight.dim() == 2, op, f"weight must have 2 dimensions [vocab_size, d_model], got {list(weight.shape)}")
     _check_integers(op, "input", input)
     _check_device(op, "input", input, weight, "weight")
-    _check_part(op, "first_row", first_row, weight.shape[0], "total_rows", total_rows)
-    _check_part(op, "first_column", first_column, weight.shape[1], "d_model", d_model)
+    _check_whole(op, "total_rows", total_rows, weight.shape[0])
+    _check_whole(op, "d_model", d_model, weight.shape[1])
     return _output(op, weight, "weight", weight.dtype, input.shape, weight.shape[1], positions, out, d_model)
 
 
@@ -96,13 +93,12 @@ def _add(
     x: Tensor,
     positions: Tensor | None = None,
     out: Tensor | None = None,
-    first_column: int = 0,
     d_model: int = -1,
     **_: Any,
 ) -> Tensor:
     _check_floating(op, "x", x.dtype)
     _require(x.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar")
-    _check_part(op, "first_column", first_column, x.shape[-1], "d_model", d_model)
+    _check_whole(op, "d_model", d_model, x.shape[-1])
     return _output(op, x, "x", x.dtype, x.shape[:-1], x.shape[-1], positions, out, d_model)
 
 

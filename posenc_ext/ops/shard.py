@@ -99,9 +99,9 @@ def add(
 
 
 def _check_placements(op: str, name: str, tensor: DTensor) -> None:
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-    if not all(type(placement) in (Replicate, Shard) for placement in tensor.placements):
+    if any(isinstance(p, _StridedShard) or not isinstance(p, (Replicate, Shard)) for p in tensor.placements):
         raise ValueError(f"posenc_ext::{op}: placements of {name} must be Replicate or Shard, got {tensor.placements}")
 
 
@@ -147,5 +147,5 @@ def _local_offset(
 def _dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    strides = [math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape))]
+    strides = [math.prod([max(size, 1) for size in shape[axis + 1 :]]) for axis in range(len(shape))]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
