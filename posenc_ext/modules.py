@@ -438,10 +438,13 @@ class TransformerEmbedding(_Lookup, _Encoded):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         error_msgs = rest[-1]
-        own = prefix + "lut.weight"
-        for name in ("weight", "0.lut.weight"):
-            if own not in state_dict and prefix + name in state_dict:
-                state_dict[own] = state_dict.pop(prefix + name)
+        own, pair = prefix + "lut.", prefix + "0.lut."
+        others = {key: own + key.removeprefix(pair) for key in state_dict if key.startswith(pair)}
+        if prefix + "weight" in state_dict:
+            others[prefix + "weight"] = own + "weight"
+        for key, name in others.items():
+            if name not in state_dict:
+                state_dict[name] = state_dict.pop(key)
         consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
