@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posenc_ext import functional
+from posenc_ext import functional, jagged
 from posenc_ext.checkpoints import consume_tables
 from posenc_ext.conventions import Convention, resolve
 from posenc_ext.plain import is_plain, plain_weight
@@ -509,8 +509,15 @@ class LearnedPositionalEmbedding(nn.Module):
                 f"posenc_ext.LearnedPositionalEmbedding: x must have width {self.d_model} in its last axis, "
                 f"got {list(x.shape)}"
             )
-        y = x + self._rows(x.shape[:-1], offset, positions)
+        if x.is_nested:
+            arguments = {"x": x, "offset": offset, "positions": positions, "batch_first": self.batch_first}
+            y = jagged.apply(self._sum, "learned_positional_embedding", "x", arguments)
+        else:
+            y = self._sum(x, offset, positions)
         return _drop(self._modules["dropout"], y)
+
+    def _sum(self, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
+        return x + self._rows(x.shape[:-1], offset, positions)
 
     def _rows(self, token_shape: torch.Size, offset: int | Tensor, positions: Tensor | None) -> Tensor:
         op = "learned_positional_embedding"
