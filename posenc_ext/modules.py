@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posenc_ext import functional
+from posenc_ext import functional, jagged
 from posenc_ext.checkpoints import consume_tables
 from posenc_ext.conventions import Convention, resolve
 from posenc_ext.plain import is_plain, plain_weight
@@ -438,10 +438,13 @@ class TransformerEmbedding(_Lookup, _Encoded):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         error_msgs = rest[-1]
-        own = prefix + "lut.weight"
-        for name in ("weight", "0.lut.weight"):
-            if own not in state_dict and prefix + name in state_dict:
-                state_dict[own] = state_dict.pop(prefix + name)
+        own, pair = prefix + "lut.", prefix + "0.lut."
+        others = {key: own + key.removeprefix(pair) for key in state_dict if key.startswith(pair)}
+        if prefix + "weight" in state_dict:
+            others[prefix + "weight"] = own + "weight"
+        for key, name in others.items():
+            if name not in state_dict:
+                state_dict[name] = state_dict.pop(key)
         consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -506,8 +509,15 @@ class LearnedPositionalEmbedding(nn.Module):
                 f"posenc_ext.LearnedPositionalEmbedding: x must have width {self.d_model} in its last axis, "
                 f"got {list(x.shape)}"
             )
-        y = x + self._rows(x.shape[:-1], offset, positions)
+        if x.is_nested:
+            arguments = {"x": x, "offset": offset, "positions": positions, "batch_first": self.batch_first}
+            y = jagged.apply(self._sum, "learned_positional_embedding", "x", arguments)
+        else:
+            y = self._sum(x, offset, positions)
         return _drop(self._modules["dropout"], y)
+
+    def _sum(self, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
+        return x + self._rows(x.shape[:-1], offset, positions)
 
     def _rows(self, token_shape: torch.Size, offset: int | Tensor, positions: Tensor | None) -> Tensor:
         op = "LearnedPositionalEmbedding"
