@@ -13,6 +13,7 @@ from torch import Tensor
 
 from posenc_ext.ops.call import by_name
 
+_MOST_COLUMNS = 2**24
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +37,11 @@ def _check_floating(op: str, argument: str, dtype: torch.dtype) -> None:
     _require(good, op, f"{argument} must have dtype float32, float64, bfloat16 or float16, got {dtype}")
 
 
+def _check_width(op: str, width: int) -> None:
+    _require(width >= 1, op, f"the width (d_model) must be positive, got {width}")
+    _require(width <= _MOST_COLUMNS, op, f"the width (d_model) must be at most {_MOST_COLUMNS}, got {width}")
+
+
 def _output(
     op: str,
     like: Tensor,
@@ -47,7 +53,7 @@ def _output(
     out: Tensor | None,
 ) -> Tensor:
     """What a forward op returns, after the checks that all of them have in common."""
-    _require(width >= 1, op, f"the width (d_model) must be positive, got {width}")
+    _check_width(op, width)
     if positions is not None:
         _check_integers(op, "positions", positions)
         good = positions.shape == token_shape
@@ -91,6 +97,8 @@ def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) 
     good = grad.dim() == input.dim() + 1 and grad.shape[:-1] == input.shape
     text = f"grad must have the shape of input {list(input.shape)} and one axis more, got {list(grad.shape)}"
     _require(good, op, text)
+    _check_width(op, grad.shape[-1])
+    _require(num_weights >= 0, op, f"num_weights must not be negative, got {num_weights}")
     if op == "embed_backward":
         return grad.new_empty((num_weights, grad.shape[-1]))
     count = torch.library.get_ctx().new_dynamic_size()
