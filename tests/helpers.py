@@ -87,6 +87,11 @@ def is_fused(module: Any, *args: Any) -> bool:
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 
 
+def as_array(tensor: Tensor) -> np.ndarray:
+    """A view of a tensor for `_C.embed_raw`: NumPy has no bfloat16, so its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(_INTS[tensor.element_size()])
 

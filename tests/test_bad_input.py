@@ -5,6 +5,7 @@ import math
 import re
 
 import make
+import numpy as np
 import pytest
 import torch
 from helpers import assert_refused, assert_same_bits, run_code
@@ -12,7 +13,7 @@ from make import ids as batch
 from make import table
 from torch import nn
 
-from posenc_ext import CONVENTIONS, Convention
+from posenc_ext import _C, CONVENTIONS, Convention
 from posenc_ext.functional import add_positional_encoding as add
 from posenc_ext.functional import angular_frequencies, embed, scaled_embedding
 from posenc_ext.functional import positional_encoding as encode
@@ -297,6 +298,107 @@ def test_nothing_is_written_by_the_others(call, words):
     out = torch.full((2, 3, 8), 7.0)
     assert_refused(lambda: call(out), *words)
     assert (out == 7).all()
+
+
+# ---- widths ----------------------------------------------------------------------------------------------------------
+
+MOST = 2**24
+WIDER = torch.zeros(1, 1).expand(1, MOST + 1)
+IN_ROW = torch.zeros(1, dtype=torch.int64)
+
+# Every op with a row of more than MOST columns, on a device.
+TOO_WIDE = {
+    "embed": lambda d: ops.embed(WIDER.to(d), IN_ROW.to(d), None, 0, 1.0, *SPEC),
+    "no encoding": lambda d: ops._embed_fwd(WIDER.to(d), IN_ROW.to(d), None, 0, 1.0, *make.NONE),
+    "embed_general": lambda d: ops.embed_general(WIDER.to(d), IN_ROW.to(d)),
+    "embed_out": lambda d: ops.embed_out(WIDER.to(d), IN_ROW.to(d), None, 0, 1.0, *SPEC, torch.empty(8, device=d)),
+    "check_embed": lambda d: ops.check_embed(WIDER.to(d), IN_ROW.to(d), None, 0, *SPEC),
+    "add": lambda d: ops.add_positional_encoding(WIDER.to(d), None, 0, *SPEC),
+    "PE": lambda d: ops.positional_encoding(IN_ROW.to(d), MOST + 1, 0, *SPEC, torch.float32),
+    "PE of nothing": lambda d: encode(IN_ROW.to(d)[:0], 10**9),
+    "PE 2**62": lambda d: encode(IN_ROW.to(d), 2**62),
+    "gradient": lambda d: ops.embed_backward(WIDER.to(d), IN_ROW.to(d), 1, 1.0, -1, False),
+    "sparse gradient": lambda d: ops._embed_bwd_sparse(WIDER.to(d), IN_ROW.to(d), 1, 1.0, -1, False),
+}
+
+
+@make.each("device", ["cpu", "meta"])
+@make.each("call", TOO_WIDE)
+def test_widths(call, device):
+    """Frequencies of 2**30 columns would take a minute, of 2**40 all memory. "meta": while a program is traced."""
+    assert_refused(lambda: call(device), f"the width (d_model) must be at most {MOST}, got ")
+
+
+# ---- the introspection module ----------------------------------------------------------------------------------------
+
+
+@refused(
+    {
+        **{f"base {b}": (lambda b=b: _C.frequency_table(b, 0, 8, 4), BASE) for b in (0.9, -1, math.nan, math.inf)},
+        **{f"divisor {d}": (lambda d=d: _C.frequency_table(1e4, d, 8, 4), "divisor must") for d in (-1, 2, TOP)},
+        **{f"width {w}": (lambda w=w: _C.frequency_table(1e4, 0, w, 0), "width must") for w in (0, -1, MOST + 1, TOP)},
+        **{f"pairs {p}": (lambda p=p: _C.frequency_table(1e4, 0, 8, p), "pairs must") for p in (-1, 5, 2**40, TOP)},
+    }
+)
+def test_frequency_table(call, words):
+    assert_refused(call, "posenc_ext::frequency_table: ", *words)
+
+
+@make.each("angle", [-1.0, math.nan, math.inf, 2.0**87])
+def test_angles(angle):
+    """Out of the range in which an angle is reduced a number would come out, and not its sine."""
+    words = "sincos_of_angle: angles must lie in [0, 2^87), got", "at flat index 1"
+    assert_refused(lambda: _C.sincos_of_angle(np.array([1, angle], dtype=np.float32)), *words)
+    for function in (_C.sincos_of_phase32, _C.sincos_of_phase64):
+        assert_refused(lambda f=function: f(np.array([angle])), "incompatible", error=TypeError)
+
+
+ROWS, IDS, RESULT = table().numpy(), GOOD.numpy(), torch.full((2, 3, 8), 7.0).numpy()
+LOCKED = RESULT.copy()
+LOCKED.flags.writeable = False
+
+
+@refused(
+    {
+        "one axis": ({"weight": ROWS[0]}, "weight must have 2 axes, got 1"),
+        "strides": ({"weight": ROWS[:, ::2]}, "weight must be contiguous"),
+        "integers": ({"weight": ROWS.astype(np.int32)}, "weight must have dtype", "got int32"),
+        "byte order": ({"weight": ROWS.astype(">f4")}, "weight must have dtype", "got >f4"),
+        "no columns": ({"weight": ROWS[:, :0].copy()}, "width of weight must lie in [1, 16777216], got 0"),
+        "ids in a row": ({"ids": IDS[0]}, "ids must have 2 axes, got 1"),
+        "ids int32": ({"ids": IDS.astype(np.int32)}, "ids must have dtype int64, got int32"),
+        "ids transposed": ({"ids": IDS.T}, "ids must be contiguous"),
+        "another dtype": (
+            {"out": RESULT.astype(np.float64)},
+            "out must have the dtype of weight, float32, got float64",
+        ),
+        "another shape": ({"out": RESULT[:, :2].copy()}, "out must have shape [2, 3, 8], got [2, 2, 8]"),
+        "locked": ({"out": LOCKED}, "out must be writeable"),
+        "rows as out": ({"out": ROWS[:6].reshape(2, 3, 8)}, "out must not share memory"),
+        "ids as out": ({"ids": RESULT.reshape(-1)[12:24].view(np.int64).reshape(2, 3)}, "out must not share memory"),
+        "offset": ({"offset": TOP - 1}, f"offset {TOP - 1} + length 3 exceeds the int64 range"),
+        "base": ({"base": math.inf}, BASE + "inf"),
+        "flags": ({"flags": -1}, "flags must be those of a Convention, got -1"),
+        "sequence first": ({"flags": make.spec(batch_first=False)[1]}, "flags must be those of batch_first=True"),
+    }
+)
+def test_embed_raw(call, words):
+    good = {"weight": ROWS, "ids": IDS, "out": RESULT, "offset": 0, "token_scale": 1.0, "base": 1e4, "flags": SPEC[1]}
+    assert_refused(lambda: _C.embed_raw(**(good | call)), "posenc_ext::embed_raw: ", *words)
+    for bad in (V, -1, TOP):
+        call = lambda: _C.embed_raw(**(good | {"ids": np.where(IDS == 4, bad, IDS)}))  # noqa: B023, E731
+        assert_refused(call, f"embed_raw: ids must lie in [0, {V}), got {bad} at ids[1, 1]", error=IndexError)
+    assert (RESULT == 7).all()
+
+
+# ---- values of every kind --------------------------------------------------------------------------------------------
+
+
+def test_no_value_ends_the_process(tmp_path):
+    """Every argument of every op in turn; an error says more than that a call has failed."""
+    lines = run_code("import hostile; hostile.main()", tmp_path).splitlines()
+    assert len(lines) > 1000
+    assert not [line for line in lines if re.search("API call failed|bad_alloc|vector::", line)]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

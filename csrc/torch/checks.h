@@ -15,6 +15,16 @@ inline bool equal(IntHeaderOnlyArrayRef a, IntHeaderOnlyArrayRef b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
 }
 
+// The dispatcher takes None for a tensor and hands on one that is none.
+inline void check_defined(const Tensor& tensor, const char* op, const char* argument) {
+  POSENC_CHECK(tensor.defined(), op, argument, " must be a tensor, got None");
+}
+
+inline void check_width(int64_t width, const char* op) {
+  POSENC_CHECK(width >= 1, op, "the width (d_model) must be positive, got ", width);
+  POSENC_CHECK(width <= kMostColumns, op, "the width (d_model) must be at most ", kMostColumns, ", got ", width);
+}
+
 inline Dtype dtype_of(ScalarType type, const char* op, const char* argument) {
   switch (type) {
     case ScalarType::Float: return Dtype::float32;
@@ -45,8 +55,8 @@ inline void check_storage(const Tensor& tensor, const char* op, const char* argu
   const int64_t needed = bytes + tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
   int64_t held = 0;
   aoti_torch_get_storage_size(tensor.get(), &held);  // 0 where there is no storage
-  POSENC_CHECK(needed <= held, op, argument, " must have its memory: shape ", text(tensor.sizes()), " needs a storage of ",
-               needed, " bytes, got ", held);
+  POSENC_CHECK(needed <= held, op, argument, " must have its memory: shape ", text(tensor.sizes()),
+               " needs a storage of ", needed, " bytes, got ", held);
 }
 
 inline Integers integers_of(const Tensor& tensor, const char* op, const char* argument) {

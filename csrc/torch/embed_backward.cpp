@@ -23,6 +23,8 @@ struct GradientCall {
   GradientCall(Tensor grad_given, Tensor input_given, int64_t num_weights, double token_scale, int64_t padding_idx,
                bool scale_grad_by_freq, const char* op)
       : grad(std::move(grad_given)), input(std::move(input_given)) {
+    check_defined(grad, op, "grad");
+    check_defined(input, op, "input");
     params.dtype = dtype_of(grad.scalar_type(), op, "grad");
     POSENC_CHECK(num_weights >= 0, op, "num_weights must not be negative, got ", num_weights);
     POSENC_CHECK(padding_idx < num_weights || padding_idx < 0, op, "padding_idx must be below num_weights (",
@@ -33,7 +35,7 @@ struct GradientCall {
                  "grad must have the shape of input ", text(token_sizes), " and one axis more, got ", text(sizes));
     check_storage(grad, op, "grad");
     params.width = sizes[sizes.size() - 1];
-    POSENC_CHECK(params.width >= 1, op, "the width (last axis) of grad must be positive, got ", params.width);
+    check_width(params.width, op);
     tokens = {checked_ids(input, num_weights, op), input.numel(), num_weights, padding_idx};
     if (!input.is_cpu()) {
       POSENC_CHECK(tokens.count <= cuda::kMostGradientTokens, op, "input must have at most ", cuda::kMostGradientTokens,
