@@ -1,8 +1,7 @@
 // The module posenc_ext._C: what was built, which instruction set runs, and the kernels without torch around them.
-// Importing it also registers the ops, since csrc/torch is linked into the same library.
-
-// This file takes nothing from torch, and the pybind11 that torch carries refuses to be used beside its stable ABI.
-#undef TORCH_TARGET_VERSION
+//
+// It has no kernel of its own: it links to the library of the ops (everything else in this folder) and calls what that
+// exports, so it acts on what the ops run. All state is there, immutable or behind an atomic or a mutex.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -20,10 +19,6 @@
 #include "frequency.h"
 #include "sinusoid.h"
 #include "spec.h"
-
-#ifndef POSENC_CUDA_ARCHS  // a build without CUDA
-#define POSENC_CUDA_ARCHS ""
-#endif
 
 namespace py = pybind11;
 
@@ -162,7 +157,7 @@ py::dict build_info() {
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
+PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.doc() = "Compiled half of posenc_ext: build information, choice of instruction set, raw kernels.";
   allocate_from_python = &allocate;
   m.def("build_info", &build_info, "What this library was built with.");

@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from posenc_ext.ops import ops_library  # isort: skip  (first: it loads the compiled half)
 from posenc_ext import functional
 from posenc_ext.conventions import CONVENTIONS, Convention
 from posenc_ext.errors import check_errors
@@ -27,4 +28,5 @@ __all__ = [
     "functional",
     "fuse",
     "get_sinusoidal_positional_encoding",
+    "ops_library",
 ]

@@ -46,7 +46,7 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
-std::string active_isa() { return active().load(std::memory_order_relaxed)->name; }
+const char* active_isa() { return active().load(std::memory_order_relaxed)->name; }
 
 bool force_isa(const std::string& name) {
   for (const Isa& isa : isas()) {
@@ -85,3 +85,5 @@ void forward(const ForwardParams& params, ParallelFor parallel_for) {
 }
 
 }  // namespace posenc::cpu
+
+const char* posenc_ext_active_isa() { return posenc::cpu::active_isa(); }

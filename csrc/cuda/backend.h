@@ -74,7 +74,7 @@ class Call {
 };
 
 // Waits for every device that was used, and raises an out-of-range index found on one.
-void check_errors();
+POSENC_API void check_errors();
 
 void forward(const ForwardParams& params, const Launch& launch);
 

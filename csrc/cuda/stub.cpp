@@ -1,5 +1,4 @@
-// The CUDA backend of a build without nvcc.
-#if !defined(POSENC_WITH_CUDA)
+// The CUDA backend of a build without nvcc; other builds leave this file out.
 
 #include <stdexcept>
 
@@ -36,5 +35,3 @@ void backward_of_segments(const GradientTokens&, const BackwardParams&, const Gr
 }
 
 }  // namespace posenc::cuda
-
-#endif  // POSENC_WITH_CUDA
