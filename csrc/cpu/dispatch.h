@@ -9,7 +9,7 @@
 namespace posenc::cpu {
 
 // Place of the first id outside [0, rows), or -1.
-int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows);
+POSENC_API int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows);
 
 POSENC_API void forward(const ForwardParams& params, ParallelFor parallel_for);
 void backward(const BackwardParams& params, ParallelFor parallel_for);
