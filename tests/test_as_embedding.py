@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
@@ -75,6 +76,12 @@ def replaced_forward(module: Any, change: Callable[[Tensor], Tensor]) -> Callabl
     return lambda: delattr(module, "forward")
 
 
+def replaced_class(module: Any, change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    kind, before = type(module), type(module).forward
+    kind.forward = lambda self, *args, **kwargs: change(before(self, *args, **kwargs))
+    return lambda: setattr(kind, "forward", before)
+
+
 def record(seen: Seen, name: str, result: Any = None) -> Callable[..., Any]:
     """A forward hook, which may return something else."""
 
@@ -103,6 +110,7 @@ CHANGES: dict[str, Callable[[Any, Seen], Callable[[], None]]] = {
     "full backward pre-hook": lambda m, seen: m.register_full_backward_pre_hook(lambda m, g: (g[0] * 3,)).remove,
     "backward hook, old": lambda m, seen: m.register_backward_hook(on_gradients(seen, lambda g: g * 3)).remove,
     "forward of the instance": lambda m, seen: replaced_forward(m, noisy),
+    "forward of the class": lambda m, seen: replaced_class(m, lambda y: y * 1.5),
 }
 
 
@@ -114,16 +122,15 @@ def test_hooks(change, place):
     """They see what they see in the textbook's modules, what they change is changed, and they can be taken off."""
     kind, name = place
     mine, book = twins(kind, **({} if kind == "Embeddings" else {"dropout": 0.5}))
-    before, seen, undo = mine.eval()(argument(kind)), ([], []), []
-    for module, list_ in zip((mine, book), seen, strict=True):
-        undo.append(change(part(module, name), list_))
-    assert_alike(mine.train(), book.train(), given(kind))
-    assert [n for n, _ in seen[0]] == [n for n, _ in seen[1]]
-    for (_, a), (_, b) in zip(*seen, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    assert name != "lut" or not is_fused(mine, IDS)
-    for step in undo:
-        step()
+    before, seen = mine.eval()(argument(kind)), ([], [])
+    with contextlib.ExitStack() as undo:
+        for module, list_ in zip((mine, book), seen, strict=True):
+            undo.callback(change(part(module, name), list_))
+        assert_alike(mine.train(), book.train(), given(kind))
+        assert [n for n, _ in seen[0]] == [n for n, _ in seen[1]]
+        for (_, a), (_, b) in zip(*seen, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        assert name != "lut" or not is_fused(mine, IDS)
     restored = twins(kind)[0]
     mine.load_state_dict(restored.state_dict())
     assert torch.equal(mine.eval()(argument(kind)), before)
