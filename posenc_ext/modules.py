@@ -153,7 +153,8 @@ class _Lookup(nn.Module):
     def _rows(self, x: Tensor) -> Tensor:
         """`lut(x)`, where it has to be called."""
         rows: Tensor = self.lut(x)
-        if rows.shape[:-1] != x.shape or rows.shape[-1] != self._d_model:
+        # Tools that attribute to embeddings put a lut there that is given rows in place of ids.
+        if rows.shape[-1:] != (self._d_model,) or x.shape not in (rows.shape[:-1], rows.shape):
             raise ValueError(
                 f"posenc_ext.{type(self).__name__}: lut must return shape {[*x.shape, self._d_model]} for ids of shape "
                 f"{list(x.shape)}, got {list(rows.shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 import make
 import pytest
 import torch
+from alike import Model, assert_alike, given, part, trained
 from helpers import assert_refused, assert_same_bits, is_fused, wide
 from make import B, D, T, V, argument, twins
 from torch import Tensor, nn
@@ -32,53 +34,11 @@ def _one_thread(threads):
     threads(1)  # models this small only wait for the others, long so on a busy machine
 
 
-def given(kind: str) -> Tensor:
-    """What a layer of this kind takes; activations with a gradient, so that there is one to see."""
-    return argument(kind, **({} if kind in make.OF_IDS else {"grad": True}))
-
-
-# ---- both alike ------------------------------------------------------------------------------------------------------
-
-
-def part(module: nn.Module, name: str) -> Any:
-    """A layer's `lut` or `dropout`, or the textbook's; or the `layer` itself."""
-    kind = {"lut": nn.Embedding, "dropout": nn.Dropout, "layer": nn.Module}[name]
-    return next(m for m in module.modules() if isinstance(m, kind))
-
-
 def replace(module: nn.Module, name: str, make_new: Callable[[Any], nn.Module]) -> None:
     """Put another module in the place of a part, by setattr."""
     old = part(module, name)
     parent, attribute = next((m, n) for m in module.modules() for n, child in m.named_children() if child is old)
     setattr(parent, attribute, make_new(old))
-
-
-def trained(module: nn.Module, *args: Any, steps: int = 2) -> list[Tensor]:
-    """Outputs and gradients of some steps of training, and what came of the parameters."""
-    torch.manual_seed(5)
-    parameters = [p for p in (*module.parameters(), *args) if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.3) if parameters else None
-    result = []
-    for _ in range(steps):
-        y = module(*args)
-        result.append(y.detach())
-        if optimizer is None or not y.requires_grad:
-            continue
-        optimizer.zero_grad()
-        (y - torch.linspace(-1, 1, y.shape[-1])).square().mean().backward()
-        result += [p.grad.to_dense().clone() for p in parameters if p.grad is not None]
-        optimizer.step()
-    return result + [p.detach().clone() for p in (*module.parameters(), *args)]
-
-
-def assert_alike(mine: nn.Module, book: nn.Module, *args: Any, **tolerance: float) -> None:
-    """A layer and the textbook's modules train alike."""
-    got, want = (
-        trained(module, *[x.detach().clone().requires_grad_(x.requires_grad) for x in args]) for module in (mine, book)
-    )
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, **(tolerance or {"atol": 1e-5, "rtol": 1e-5}))
 
 
 # ---- hooks, and forwards of an instance ------------------------------------------------------------------------------
@@ -116,6 +76,12 @@ def replaced_forward(module: Any, change: Callable[[Tensor], Tensor]) -> Callabl
     return lambda: delattr(module, "forward")
 
 
+def replaced_class(module: Any, change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    kind, before = type(module), type(module).forward
+    kind.forward = lambda self, *args, **kwargs: change(before(self, *args, **kwargs))
+    return lambda: setattr(kind, "forward", before)
+
+
 def record(seen: Seen, name: str, result: Any = None) -> Callable[..., Any]:
     """A forward hook, which may return something else."""
 
@@ -144,6 +110,7 @@ CHANGES: dict[str, Callable[[Any, Seen], Callable[[], None]]] = {
     "full backward pre-hook": lambda m, seen: m.register_full_backward_pre_hook(lambda m, g: (g[0] * 3,)).remove,
     "backward hook, old": lambda m, seen: m.register_backward_hook(on_gradients(seen, lambda g: g * 3)).remove,
     "forward of the instance": lambda m, seen: replaced_forward(m, noisy),
+    "forward of the class": lambda m, seen: replaced_class(m, lambda y: y * 1.5),
 }
 
 
@@ -155,16 +122,15 @@ def test_hooks(change, place):
     """They see what they see in the textbook's modules, what they change is changed, and they can be taken off."""
     kind, name = place
     mine, book = twins(kind, **({} if kind == "Embeddings" else {"dropout": 0.5}))
-    before, seen, undo = mine.eval()(argument(kind)), ([], []), []
-    for module, list_ in zip((mine, book), seen, strict=True):
-        undo.append(change(part(module, name), list_))
-    assert_alike(mine.train(), book.train(), given(kind))
-    assert [n for n, _ in seen[0]] == [n for n, _ in seen[1]]
-    for (_, a), (_, b) in zip(*seen, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    assert name != "lut" or not is_fused(mine, IDS)
-    for step in undo:
-        step()
+    before, seen = mine.eval()(argument(kind)), ([], [])
+    with contextlib.ExitStack() as undo:
+        for module, list_ in zip((mine, book), seen, strict=True):
+            undo.callback(change(part(module, name), list_))
+        assert_alike(mine.train(), book.train(), given(kind))
+        assert [n for n, _ in seen[0]] == [n for n, _ in seen[1]]
+        for (_, a), (_, b) in zip(*seen, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        assert name != "lut" or not is_fused(mine, IDS)
     restored = twins(kind)[0]
     mine.load_state_dict(restored.state_dict())
     assert torch.equal(mine.eval()(argument(kind)), before)
@@ -359,18 +325,6 @@ def test_a_parametrization_that_is_removed_leaves_a_fused_layer(kind):
 
 
 # ---- models that look for embeddings ---------------------------------------------------------------------------------
-
-
-class Model(nn.Module):
-    """Something that reads the layer's output, so that it can be tied, grouped and initialised."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer, self.norm, self.head = layer, nn.LayerNorm(D), nn.Linear(D, V, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.norm(self.layer(ids)))
 
 
 def tie(model: Model) -> None:
