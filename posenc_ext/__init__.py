@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from posenc_ext import functional
 from posenc_ext.conventions import CONVENTIONS, Convention
 from posenc_ext.errors import check_errors
-from posenc_ext.fuse import fuse
+from posenc_ext.fuse import fuse, unfuse
 from posenc_ext.modules import Embeddings, LearnedPositionalEmbedding, PositionalEncoding, TransformerEmbedding
 from posenc_ext.reference import get_sinusoidal_positional_encoding
 from posenc_ext.vocabulary import Vocabulary
@@ -27,4 +27,5 @@ __all__ = [
     "functional",
     "fuse",
     "get_sinusoidal_positional_encoding",
+    "unfuse",
 ]
