@@ -155,7 +155,7 @@ def _complaint(table: Any, module: nn.Module, convention: Convention) -> str:
     """What is wrong with a table for this module, if anything."""
     width: int = module.d_model  # type: ignore[assignment]
     batch_first: bool = module.batch_first  # type: ignore[assignment]
-    if isinstance(table, np.ndarray) and table.dtype.kind == "f":
+    if isinstance(table, np.ndarray) and table.dtype in (np.float16, np.float32, np.float64):
         table = torch.tensor(table)
     if type(table) not in (Tensor, nn.Parameter, FakeTensor) or table.layout != torch.strided or table.is_nested:
         return f"must be a dense tensor, got {_kind(table)}"
@@ -182,6 +182,8 @@ def _kind(value: Any) -> str:
     """What a value is, for a message."""
     if value is None:
         return "None"
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype}"
+    nested = "nested " if isinstance(value, Tensor) and value.is_nested else ""
     layout = f" of layout {value.layout}" if isinstance(value, Tensor) and value.layout != torch.strided else ""
-    dtype = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
-    return f"a {type(value).__name__}{layout}{dtype}"
+    return f"a {nested}{type(value).__name__}{layout}"
