@@ -89,8 +89,11 @@ class _Pair(NamedTuple):
         return self.sequence[self.start + 1]
 
     @property
-    def rest(self) -> list[nn.Module]:
-        return list(self.sequence)[self.start + 2 :]
+    def others(self) -> list[nn.Module]:
+        """What is in the sequence and may not be."""
+        members = list(self.sequence)
+        after = members[self.start + 2 :]
+        return members[: self.start] + after[bool(after) and type(after[0]) is nn.Dropout :]
 
     @property
     def width(self) -> int:
@@ -148,7 +151,7 @@ def _tables(module: nn.Module) -> dict[str, Tensor]:
     tables = {
         name: tensor.reshape(-1, tensor.shape[-1])
         for name, tensor in own.items()
-        if isinstance(tensor, Tensor) and not tensor.requires_grad and is_table(tensor) and tensor.numel()
+        if type(tensor) in (Tensor, nn.Parameter) and not tensor.requires_grad and is_table(tensor) and tensor.numel()
     }
     return {name: rows for name, rows in tables.items() if name not in module._parameters or follows(rows)}
 
@@ -213,9 +216,10 @@ def _widths(pair: _Pair) -> str:
 # What is found in a pair, and the reason against it. The first one found is reported.
 _REFUSALS: tuple[tuple[Callable[[_Pair], str], str], ...] = (
     (lambda pair: _names(m for m in [pair.sequence] if type(m) is not nn.Sequential), "{} is no plain nn.Sequential"),
-    (lambda pair: _names(list(pair.sequence)[: pair.start]), "{} comes before the pair"),
-    (lambda pair: _names(pair.rest[1:]), "only an nn.Dropout may follow the pair, and {} comes after"),
-    (lambda pair: _names(m for m in pair.rest if type(m) is not nn.Dropout), "{} follows, and is no nn.Dropout"),
+    (
+        lambda pair: _names(pair.others),
+        "{} is in the same nn.Sequential, where only an nn.Dropout may follow: give the pair one of its own",
+    ),
     (lambda pair: _altered(pair.lost), "{} has hooks, or a forward of its own"),
     (
         lambda pair: " and ".join(acting) if len(acting := [str(m.p) for m in pair.dropouts if m.p]) > 1 else "",

@@ -77,8 +77,6 @@ class PositionalEncoding(nn.Module):
         batch_first: whether inputs are ``[batch, length, d_model]`` or ``[length, batch, d_model]``.
     """
 
-    pe: Tensor
-
     def __init__(self, d_model: int, max_len: int = 5000, *, dropout: float = 0.0, batch_first: bool = True) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout) if dropout else None
@@ -91,7 +89,7 @@ class PositionalEncoding(nn.Module):
         table = torch.zeros(max_len, d_model)
         table[:, 0::2] = torch.sin(angle)
         table[:, 1::2] = torch.cos(angle[:, : d_model // 2])
-        self.register_buffer("pe", table.unsqueeze(0 if batch_first else 1))
+        self.pe: Tensor = nn.Buffer(table.unsqueeze(0 if batch_first else 1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the first ``length`` rows of the table to ``x [batch, length, d_model]``.

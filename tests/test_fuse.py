@@ -226,15 +226,19 @@ NOT_FUSIBLE = {
         lambda: nn.Sequential(lookup(), posenc_ext.LearnedPositionalEmbedding(50, D)),
         "'0' (Embedding); position encodings with a table of a known convention: none",
     ),
-    "norm after": (lambda: nn.Sequential(*pair(), nn.LayerNorm(D)), f"({PAIR})", "LayerNorm follows"),
-    "norm before": (lambda: nn.Sequential(nn.Identity(), *pair()), f"({PAIR})", "Identity comes before"),
-    "dropout by channel": (lambda: nn.Sequential(*pair(), nn.Dropout1d(0.1)), f"({PAIR})", "Dropout1d follows"),
+    "norm after": (
+        lambda: nn.Sequential(*pair(), nn.LayerNorm(D)),
+        f"({PAIR})",
+        "LayerNorm is in the same nn.Sequential, where only an nn.Dropout may follow",
+    ),
+    "norm before": (lambda: nn.Sequential(nn.Identity(), *pair()), f"({PAIR})", "Identity is in the same"),
+    "dropout by channel": (lambda: nn.Sequential(*pair(), nn.Dropout1d(0.1)), f"({PAIR})", "Dropout1d is in the same"),
     "dropout by channel within": (
         lambda: edited(pair(), lambda m: setattr(m[1], "dropout", nn.Dropout1d(0.5))),
         "results differ",
         "in training",
     ),
-    "more after": (lambda: nn.Sequential(*pair(), nn.Dropout(0.1), nn.Identity()), "only an nn.Dropout", "Identity"),
+    "more after": (lambda: nn.Sequential(*pair(), nn.Dropout(0.1), nn.Identity()), "Identity is in the same"),
     "subclass of encoding": (lambda: nn.Sequential(lookup(), Quieter(D)), "(Embedding, Quieter)", "results differ"),
     "subclass of Sequential": (lambda: Doubled(*pair()), f"({PAIR})", "Doubled is no plain nn.Sequential"),
     "two dropouts": (
@@ -320,7 +324,7 @@ def test_every_pair_that_stays_is_named():
     """In the error where none is replaced, in a warning where others are."""
     bad = nn.ModuleDict({"a": nn.Sequential(*pair(), nn.ReLU()), "b": nn.ModuleList([hooked("1", HOOKS[0])])})
     bad["c"] = nn.ModuleDict({"tok": lookup(), "pos": posenc_ext.PositionalEncoding(D)})
-    words = [f"'a' ({PAIR}) stays: ReLU follows", f"'b.0' ({PAIR}) stays: PositionalEncoding has hooks"]
+    words = [f"'a' ({PAIR}) stays: ReLU is in the same", f"'b.0' ({PAIR}) stays: PositionalEncoding has hooks"]
     words += ["'c' holds embeddings 'tok' (Embedding) and position encoding 'pos' (PositionalEncoding) as siblings"]
     assert_refused(lambda: fuse(bad), *words)
     good = nn.ModuleDict({"bad": bad, "good": pair()})
@@ -694,6 +698,14 @@ def test_unfuse_what_fuse_made(ids):
     fresh = nn.Sequential(reference.Embeddings(D, V), reference.PositionalEncoding(D))
     fresh.load_state_dict(old.state_dict())  # a checkpoint that the plain modules load
     assert unfuse(nn.Linear(2, 2)).in_features == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_what_unfuse_makes_can_be_scripted(ids):
+    """Where a custom op or a table that is made when read cannot go."""
+    for options in ({"dropout": 0.1}, {"batch_first": False}):
+        old = unfuse(layer(**options)).eval()
+        assert_same_bits(torch.jit.script(old)(ids), old(ids))
 
 
 @make.each("kind", ["Embeddings", "PositionalEncoding"])
