@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc_ext import functional, jagged
-from posenc_ext.checkpoints import consume_tables
+from posenc_ext.checkpoints import consume_tables, rename_weight
 from posenc_ext.conventions import Convention, resolve
 from posenc_ext.plain import is_plain, plain_weight
 
@@ -85,7 +85,15 @@ class _Lookup(nn.Module):
     sparse = _of_lut("sparse")
 
     def _make_lut(
-        self, d_model: int, vocab_size: int, padding_idx: int | None, max_norm: float | None, **rest: Any
+        self,
+        d_model: int,
+        vocab_size: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        **rest: Any,
     ) -> None:
         owner = type(self).__name__
         self._d_model = _size(owner, "d_model", d_model)
@@ -93,7 +101,12 @@ class _Lookup(nn.Module):
         _row(owner, padding_idx, vocab_size)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"posenc_ext.{owner}: max_norm must be positive, got {max_norm}")
-        self.lut = nn.Embedding(vocab_size, self._d_model, padding_idx=padding_idx, max_norm=max_norm, **rest)
+        if device is not None and torch.device(device).type == "meta":
+            # Nothing is drawn there, but trying to imports 800 modules of torch, a second of them.
+            rest["_weight"] = torch.empty(vocab_size, self._d_model, device=device, dtype=dtype)
+        self.lut = nn.Embedding(
+            vocab_size, self._d_model, padding_idx, max_norm=max_norm, device=device, dtype=dtype, **rest
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         # nn.Module takes a Parameter for one of its own before it asks for a property.
@@ -439,13 +452,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         error_msgs = rest[-1]
-        own, pair = prefix + "lut.", prefix + "0.lut."
-        others = {key: own + key.removeprefix(pair) for key in state_dict if key.startswith(pair)}
-        if prefix + "weight" in state_dict:
-            others[prefix + "weight"] = own + "weight"
-        for key, name in others.items():
-            if name not in state_dict:
-                state_dict[name] = state_dict.pop(key)
+        rename_weight(self, state_dict, prefix, error_msgs)
         consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
