@@ -147,8 +147,8 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     cpu::forward(params, torch_parallel_for);
     return result;
   }
-  const CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
-  params.encoding.frequencies = call->frequencies(table);
+  CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
+  params.encoding.frequencies = call.frequencies(*table);
   cuda::forward(params, call->launch());
   call->finish();
   return result;
