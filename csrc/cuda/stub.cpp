@@ -15,7 +15,7 @@ namespace {
 }  // namespace
 
 Call::Call(Op op, int device, void*) : op_(op), device_(device) { refuse(); }
-Frequencies Call::frequencies(const std::shared_ptr<const FrequencyTable>&) const { refuse(); }
+Frequencies Call::frequencies(const FrequencyTable&, const std::function<void*(int64_t)>&) const { refuse(); }
 int64_t Call::read(const int32_t*) const { refuse(); }
 void Call::finish() const { refuse(); }
 void Call::finish_and_wait() const { refuse(); }

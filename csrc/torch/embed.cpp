@@ -175,8 +175,8 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     write_blocks(table->view(), [&] { cpu::forward(params, torch_parallel_for); });
     return result;
   }
-  const CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
-  write_blocks(call->frequencies(table), [&] { cuda::forward(params, call->launch()); });
+  CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
+  write_blocks(call.frequencies(*table), [&] { cuda::forward(params, call->launch()); });
   call->finish();
   return result;
 }
