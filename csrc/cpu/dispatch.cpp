@@ -5,6 +5,10 @@
 
 #include "partition.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace posenc::cpu {
 namespace {
 
@@ -13,13 +17,21 @@ struct Isa {
   const Kernels* kernels;
 };
 
+#if defined(__x86_64__)
+// clang 14 has no __builtin_cpu_supports("f16c").
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 // Those that this machine can run, best first.
 const std::vector<Isa>& isas() {
   static const std::vector<Isa> list = [] {
     std::vector<Isa> found;
 #if defined(__x86_64__)
-    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
-                    __builtin_cpu_supports("f16c");
+    const bool v3 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && has_f16c();
     const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl");
