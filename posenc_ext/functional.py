@@ -32,6 +32,7 @@ from posenc_ext.ops.call import (
     new_embed_call,
     resolve_offset,
 )
+from posenc_ext.ops.tracing import decomposed, is_traced
 
 _ops = torch.ops.posenc_ext
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
@@ -270,7 +271,9 @@ def positional_encoding(
     check_offset("positional_encoding", offset)
     spec = chosen.spec(precision)
     if out is None:
-        result: Tensor = _ops.positional_encoding(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
+        op = _ops.positional_encoding.default
+        op = decomposed(op) if is_traced(positions) else op
+        result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
         return result
     _refuse_gradient("positional_encoding", out=out)
     _ops.positional_encoding_out(positions, d_model, offset, *spec, out)

@@ -18,7 +18,9 @@ from torch.nn.modules.module import (
 # Tensors that stand for plain ones while a program is traced.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
-_FORWARD: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.Embedding, nn.Dropout)}  # tools replace those of whole classes, too
+_FORWARD: dict[type[nn.Module], Any] = {
+    kind: kind.forward for kind in (nn.Embedding, nn.Dropout)
+}  # tools replace those of whole classes, too
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

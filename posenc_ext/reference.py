@@ -26,7 +26,6 @@ in double precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -203,7 +202,7 @@ def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = 
     return np.power(np.float64(base), exponent)
 
 
-def sinusoid_columns(d_model: int, layout: str, *, sines: int) -> tuple[Sequence[int], Sequence[int]]:
+def sinusoid_columns(d_model: int, layout: str, *, sines: int) -> tuple[range, range]:
     """Which columns of an encoding hold the sines, and which the ``d_model // 2`` cosines, both fastest first.
 
     Args:
