@@ -15,6 +15,7 @@ from posenc_ext.ops.call import INT64, by_name, offset_error
 from posenc_ext.ops.compose import transforms_active
 from posenc_ext.plain import is_dtensor
 
+_PLAIN = shard.PLAIN
 _ops = torch.ops.posenc_ext
 _add = _ops.add_positional_encoding.default
 _add_fwd = _ops._add_positional_encoding_fwd.default
@@ -40,7 +41,7 @@ def run(
         offset, spec, token_scale: as in the ops.
         first_column, d_model: x is a shard, columns first_column, ... of d_model; -1: it is the whole.
     """
-    if type(x) not in shard.PLAIN and is_dtensor(x):
+    if type(x) not in _PLAIN and is_dtensor(x):
         return shard.add(run, x, positions, offset, spec, token_scale)
     plain = token_scale == 1 and d_model < 0
     result: Tensor

@@ -15,6 +15,7 @@ from posenc_ext.ops.call import INT64, EmbedCall, GradientCall, by_name, offset_
 from posenc_ext.ops.compose import transforms_active
 from posenc_ext.plain import is_dtensor
 
+_PLAIN = shard.PLAIN
 _ops = torch.ops.posenc_ext
 _embed = _ops.embed.default
 _embed_fwd = _ops._embed_fwd.default
@@ -25,7 +26,7 @@ _grad_enabled = torch.is_grad_enabled
 
 def run(call: EmbedCall, general: dict[str, Any] | None = None) -> Tensor:
     """The layer, differentiable in weight; `general`: arguments that only the op `embed_general` takes."""
-    if type(call.weight) not in shard.PLAIN and is_dtensor(call.weight):
+    if type(call.weight) not in _PLAIN and is_dtensor(call.weight):
         return shard.embed(run, call, general or {})
     result: Tensor
     if _is_compiling() and not compose.needed():
