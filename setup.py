@@ -1,17 +1,30 @@
-"""Build of the compiled half (posenc_ext._C). Everything declarative is in pyproject.toml.
+"""Build of the compiled half. Everything declarative is in pyproject.toml.
+
+    posenc_ext/libposenc_ext_ops.so    the ops and their kernels, CPU and CUDA; knows no Python
+    posenc_ext/_C*.so                  introspection from Python; links to the former
+
+Objects are kept in build/objects, under the name of the command that made them, and made anew where that or what they
+are made of has changed. So any two builds in one checkout share them, also those of pip.
 
 Environment:
     POSENC_NO_CUDA=1        leave the CUDA half out even though nvcc is found
     POSENC_FORCE_CUDA=1     fail if the CUDA half cannot be built
     TORCH_CUDA_ARCH_LIST    architectures of the CUDA half (default: those of the list below that nvcc knows, and PTX of
                             the newest; never taken from a visible GPU)
+    CXX                     the C++ compiler (default: c++); CXXFLAGS and LDFLAGS are added to its command lines
     DEBUG=1                 -O0 -g
     MAX_JOBS                compile jobs
 """
 
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
 import importlib.util
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,27 +32,94 @@ import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.resolve()
+OBJECTS = ROOT / "build/objects"
+MODULE_SOURCE = ROOT / "csrc/python.cpp"
+NO_CUDA_SOURCE = ROOT / "csrc/cuda/stub.cpp"
 FORWARD_KERNELS = ROOT / "csrc/cuda/forward_kernels.cu"
-ELEMENT_TYPES = ("float32", "float64", "bfloat16", "float16")
+ELEMENT_TYPES = ("bfloat16", "float16", "float32", "float64")  # slowest to compile first
 DEFAULT_CUDA_ARCHS = ("7.5", "8.0", "9.0", "10.0", "12.0")
 # Names that TORCH_CUDA_ARCH_LIST may hold.
 ARCHITECTURE_NAMES = {"Turing": "7.5", "Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}
+LEAST_TORCH = (2, 10)
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10: one build loads in every later torch
+LEAST_COMPILER = {"g++": 11, "clang": 14}
 
 
-def find_torch() -> bool:
-    """Whether torch can be imported, perhaps from the environment this package is being installed into.
+def refuse(text: str) -> SystemExit:
+    """What ends a build, in one line."""
+    return SystemExit(f"posenc_ext: {text}")
+
+
+@functools.cache
+def run(*command: str | Path) -> str:
+    """What a command says."""
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
+
+
+def announce(text: str) -> None:
+    """A line that reaches a person at a terminal, although pip keeps the output of a build to itself."""
+    print(f"posenc_ext: {text}", flush=True)
+    if not sys.stdout.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            terminal.write(f"\nposenc_ext: {text}\n")
+
+
+# ---- what the build needs
+
+
+class Package(NamedTuple):
+    """A package with headers."""
+
+    folder: Path
+    version: str
+
+
+def find_package(name: str) -> Package | None:
+    """A package that can be imported, perhaps from the environment this one is being installed into.
 
     pip builds in an isolated environment but with the same interpreter, whose site-packages torch may already be
     in. The headers used are ABI-stable, so any torch will do, and several GB of download are saved.
     """
-    if importlib.util.find_spec("torch") is None:
+    if (spec := importlib.util.find_spec(name)) is None:
+        if sysconfig.get_path("purelib") in sys.path:
+            return None
         sys.path.append(sysconfig.get_path("purelib"))
-    return importlib.util.find_spec("torch") is not None
+        spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Package(Path(spec.submodule_search_locations[0]), importlib.metadata.version(name))
+
+
+def find_torch() -> Package | None:
+    """A torch that is new enough."""
+    torch = find_package("torch")
+    return torch if torch and tuple(map(int, torch.version.split(".")[:2])) >= LEAST_TORCH else None
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler, tried out on what the sources ask for; refused before it has compiled for minutes."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    if not shutil.which(compiler[0]):
+        raise refuse(f"there is no C++ compiler {compiler[0]} on PATH: install g++, or name one in CXX")
+    macros = run(*compiler, "-dM", "-E", "-x", "c++", os.devnull)
+    defined = dict(re.findall(r"^#define (\w+) (\d+)$", macros, re.MULTILINE))
+    kind, version = ("clang", "__clang_major__") if "__clang_major__" in defined else ("g++", "__GNUC__")
+    if int(defined.get(version, 0)) < LEAST_COMPILER[kind]:
+        least = " or ".join(f"{name} {number}" for name, number in LEAST_COMPILER.items())
+        raise refuse(
+            f"C++20 code needs {least} or newer, {compiler[0]} is {kind} {defined.get(version, 'of no known')}"
+        )
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise refuse(f"the headers of Python are missing (no Python.h in {headers}): install python3-dev or its like")
+    return compiler
 
 
 def find_nvcc() -> Path | None:
@@ -53,7 +133,7 @@ def find_nvcc() -> Path | None:
     else:
         return Path(nvcc)
     if os.environ.get("POSENC_FORCE_CUDA") == "1":
-        raise SystemExit(f"posenc_ext: POSENC_FORCE_CUDA=1, but the CUDA half cannot be built: {reason}")
+        raise refuse(f"POSENC_FORCE_CUDA=1, but the CUDA half cannot be built: {reason}")
     print(f"posenc_ext: CPU only ({reason})")
     return None
 
@@ -63,16 +143,16 @@ def cuda_libraries(nvcc: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder) / "empty.cu"
         empty.touch()
-        dry = subprocess.run([nvcc, "--dryrun", "-c", empty], capture_output=True, text=True, check=True).stderr
+        dry = run(nvcc, "--dryrun", "-c", empty)
     return re.findall(r'"?-L([^"\s]+)"?', "".join(re.findall(r"^#\$ LIBRARIES=(.*)$", dry, re.MULTILINE)))
 
 
 def default_architectures(nvcc: Path) -> str:
     """Of the default list what this nvcc can compile for, in the form of TORCH_CUDA_ARCH_LIST."""
-    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
-    chosen = [a for a in DEFAULT_CUDA_ARCHS if f"sm_{a.replace('.', '')}" in known.split()]
+    known = run(nvcc, "--list-gpu-code").split()
+    chosen = [a for a in DEFAULT_CUDA_ARCHS if f"sm_{a.replace('.', '')}" in known]
     if not chosen:
-        raise SystemExit(f"posenc_ext: {nvcc} compiles for none of {', '.join(DEFAULT_CUDA_ARCHS)}; POSENC_NO_CUDA=1?")
+        raise refuse(f"{nvcc} compiles for none of {', '.join(DEFAULT_CUDA_ARCHS)}; POSENC_NO_CUDA=1?")
     # 10.0 too, whose PTX serves what lies between it and 12.0.
     return ";".join(f"{a}+PTX" if a in ("10.0", chosen[-1]) else a for a in chosen)
 
@@ -85,7 +165,7 @@ def architecture_flags(listed: str) -> list[str]:
     for architecture in filter(None, re.split(r"[;,\s]+", listed)):
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
         if not match:
-            raise SystemExit(f"posenc_ext: TORCH_CUDA_ARCH_LIST must list numbers such as 9.0 or 9.0+PTX, got {listed}")
+            raise refuse(f"TORCH_CUDA_ARCH_LIST must list numbers such as 9.0 or 9.0+PTX, got {listed}")
         number = match[1] + match[2] + match[3]
         flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
         if match[4]:
@@ -93,95 +173,148 @@ def architecture_flags(listed: str) -> list[str]:
     return flags
 
 
-def compile_cuda(nvcc: Path, folder: Path, architectures: str, debug: bool) -> list[str]:
-    """Objects of csrc/cuda/*.cu, compiled anew where something they are made of has changed.
+# ---- objects
+
+
+class Object(NamedTuple):
+    """An object file to be made.
+
+    `versions`: of the compiler and of other projects' headers. They and the command are what, apart from our own
+    sources, decides how it turns out; the folders of those headers do not, since pip's change with each build.
+    """
+
+    source: Path
+    command: list[str]
+    versions: str
+    folders: tuple[Path, ...] = ()
+    suffix: str = ""
+
+    def path(self) -> Path:
+        """Where it is kept."""
+        made_by = " ".join([*self.command, str(self.source.relative_to(ROOT)), self.versions])
+        key = hashlib.sha256(made_by.encode()).hexdigest()[:16]
+        return OBJECTS / f"{self.source.stem}{self.suffix}-{key}.o"
+
+    def fresh(self) -> bool:
+        """Whether it is there, and made of our sources as they are."""
+        try:
+            made_of = json.loads(self.path().with_suffix(".json").read_text())
+            return self.path().exists() and all(digest(ROOT / name) == sha for name, sha in made_of.items())
+        except (OSError, ValueError):
+            return False
+
+    def make(self) -> None:
+        """Compiles it. The list of what it is made of is written last: an object without one is half made."""
+        path = self.path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)
+        depends = path.with_suffix(".d")
+        folders = [part for folder in self.folders for part in ("-isystem", str(folder))]
+        command = [*self.command, *folders, "-MMD", "-MF", depends, "-c", self.source, "-o", path]
+        print(shlex.join(map(str, command)), flush=True)
+        if subprocess.run(command).returncode != 0:
+            raise refuse(f"{self.command[0]} failed on {self.source.relative_to(ROOT)}")
+        names = shlex.split(depends.read_text().partition(":")[2].replace("\\\n", " "))
+        ours = {Path(name).resolve() for name in names}
+        made_of = {str(file.relative_to(ROOT)): digest(file) for file in ours if file.is_relative_to(ROOT / "csrc")}
+        path.with_suffix(".json").write_text(json.dumps(made_of, indent=1))
+
+
+def digest(file: Path) -> str:
+    """The contents of a file, in short."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def make(objects: list[Object]) -> None:
+    """Those that are not there, several at a time and in this order."""
+    missing = [one for one in objects if not one.fresh()]
+    jobs = os.environ.get("MAX_JOBS", "")
+    jobs = int(jobs) if jobs.isdigit() and int(jobs) > 0 else os.cpu_count() or 1
+    if missing:
+        todo = f"{len(missing)} of {len(objects)} files are to be compiled, {jobs} at a time"
+        announce(f"{todo}; all of them take minutes, once: build/objects keeps them")
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(Object.make, missing))
+
+
+def cuda_objects(nvcc: Path, architectures: str, debug: bool) -> list[Object]:
+    """Objects of csrc/cuda/*.cu.
 
     The forward kernels take the longest, so their source is compiled once for each element type, at the same time.
     Not by torch's CUDAExtension: these files know no torch, so a CPU-only torch or one for another CUDA version is as
     good as any, and the machine needs no GPU.
     """
-    objects = [(path, path.stem, []) for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if path != FORWARD_KERNELS]
-    # The slowest first.
-    objects[:0] = [(FORWARD_KERNELS, f"forward_{t}", [f"-DPOSENC_DTYPE={t}"]) for t in ELEMENT_TYPES]
-    headers = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh")]
-    flags = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DPOSENC_WITH_CUDA"]
-    flags += ["-G", "-g"] if debug else []
-    flags += architecture_flags(architectures)
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    newest = max(path.stat().st_mtime for path in [*headers, ROOT / "setup.py"])
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def build(item: tuple[Path, str, list[str]]) -> str:
-        source, name, macros = item
-        target = folder / f"{name}.o"
-        command = [str(nvcc), *flags, *macros, "-c", str(source), "-o", str(target)]
-        record = target.with_suffix(".command")
-        made_by = " ".join(command) + "\n" + version
-        fresh = target.exists() and record.exists() and record.read_text() == made_by
-        if not fresh or target.stat().st_mtime < max(newest, source.stat().st_mtime):
-            print(" ".join(command), flush=True)
-            record.unlink(missing_ok=True)  # written last: a target without it is half made
-            subprocess.run(command, check=True)
-            record.write_text(made_by)
-        return str(target)
-
-    jobs = os.environ.get("MAX_JOBS", "")
-    with ThreadPoolExecutor(int(jobs) if jobs.isdigit() and int(jobs) > 0 else os.cpu_count()) as pool:
-        return list(pool.map(build, objects))
+    command = [str(nvcc), "-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+    command += ["-G", "-g"] if debug else []
+    command += architecture_flags(architectures)
+    version = run(nvcc, "--version")
+    others = [path for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if path != FORWARD_KERNELS]
+    return [
+        *(Object(FORWARD_KERNELS, [*command, f"-DPOSENC_DTYPE={t}"], version, suffix=f"-{t}") for t in ELEMENT_TYPES),
+        *(Object(source, command, version) for source in others),
+    ]
 
 
-def extension() -> dict:
-    """ext_modules and cmdclass; imports torch, so only called for a build."""
-    import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+class Build(build_ext):
+    """Both libraries. All objects of both are compiled at the same time."""
 
-    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("**/*.cpp"))
-    nvcc = find_nvcc()
-    debug = os.environ.get("DEBUG") == "1"
-    # -ffp-contract=off and no fast-math: results must not depend on what the compiler may fuse.
-    flags = ["-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-fvisibility=hidden"]
-    flags += [f"-ffile-prefix-map={ROOT}=."]  # what is built does not say where
-    flags += ["-O0", "-g"] if debug else ["-O3", "-g0"]
-    macros = [("TORCH_TARGET_VERSION", TORCH_TARGET), ("POSENC_TORCH_VERSION", f'"{torch.__version__}"')]
-    # Without the pybind11 package, its headers among torch's own will do.
-    pybind11 = importlib.util.find_spec("pybind11")
-    include_dirs = [str(Path(folder) / "include") for folder in pybind11.submodule_search_locations] if pybind11 else []
-    library_dirs, libraries = [], []
-    if nvcc:
-        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
-        library_dirs = cuda_libraries(nvcc)
-        libraries = ["cudart_static", "dl", "pthread", "rt"]
-        macros += [("POSENC_WITH_CUDA", None), ("POSENC_CUDA_ARCHS", f'"{architectures}"')]
-        print(f"posenc_ext: CUDA half with {nvcc} for {architectures}")
-    print(f"posenc_ext: torch {torch.__version__} headers, target {TORCH_TARGET}, flags {' '.join(flags)}")
-    module = CppExtension(
-        "posenc_ext._C",
-        sources,
-        include_dirs=include_dirs,
-        library_dirs=library_dirs,
-        define_macros=macros,
-        extra_compile_args={"cxx": flags},
-        extra_link_args=["-Wl,--as-needed"],
-    )
-    module.libraries = [name for name in module.libraries if name in ("torch_cpu", "c10")] + libraries
+    def get_ext_filename(self, fullname: str) -> str:
+        """The library of the ops serves every Python, so its name has no suffix of one."""
+        name = super().get_ext_filename(fullname)
+        return name.partition(".")[0] + ".so" if fullname.endswith("_ops") else name
 
-    class Build(BuildExtension):
-        """Compiles the CUDA half first and links it in."""
+    def build_extensions(self) -> None:
+        """Checks what is needed, compiles, links."""
+        compiler, nvcc, debug = find_compiler(), find_nvcc(), os.environ.get("DEBUG") == "1"
+        if (torch := find_torch()) is None:
+            raise refuse(
+                f"torch {'.'.join(map(str, LEAST_TORCH))} or newer is needed for its headers: install it first"
+            )
+        # -ffp-contract=off and no fast-math: results must not depend on what the compiler may fuse.
+        command = [*compiler, "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-DNDEBUG"]
+        command += ["-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall"]
+        command += [f"-ffile-prefix-map={ROOT}=."]  # what is built does not say where
+        command += [*(["-O0", "-g"] if debug else ["-O3", "-g0"]), *shlex.split(os.environ.get("CXXFLAGS", ""))]
+        link = [*compiler, "-shared", "-Wl,--as-needed", *shlex.split(os.environ.get("LDFLAGS", ""))]
+        # The module too: what is newer in libstdc++ than torch's own wheels may ask for, torch's libraries have within.
+        link_torch = [f"-L{torch.folder}/lib", "-ltorch_cpu", "-lc10"]
+        print(f"posenc_ext: torch {torch.version} headers, target {TORCH_TARGET}, {shlex.join(command)}")
 
-        def build_extensions(self) -> None:
-            self.force = True  # what is out of date is found out object by object, by ninja where it is there
-            if nvcc:
-                objects = compile_cuda(nvcc, Path(self.build_temp).absolute() / "cuda", architectures, debug)
-                module.extra_objects = objects
-            super().build_extensions()
+        ops, architectures, link_ops = [], "", []
+        if nvcc:
+            architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
+            print(f"posenc_ext: CUDA half with {nvcc} for {architectures}")
+            ops += cuda_objects(nvcc, architectures, debug)
+            link_ops += [f"-L{folder}" for folder in cuda_libraries(nvcc)]
+            link_ops += ["-lcudart_static", "-ldl", "-lpthread", "-lrt"]
+        version = run(*compiler, "--version")
+        for source in sorted((ROOT / "csrc").rglob("*.cpp")):
+            if source.parent.name == "torch":
+                target = f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"
+                ops.append(Object(source, [*command, target], version + torch.version, (torch.folder / "include",)))
+            elif source != MODULE_SOURCE and not (nvcc and source == NO_CUDA_SOURCE):
+                ops.append(Object(source, command, version))
+        said = {"TORCH_VERSION": torch.version, "CUDA_ARCHS": architectures}
+        macros = [f'-DPOSENC_{name}="{value}"' for name, value in said.items()]
+        # Without the pybind11 package, its headers among torch's own will do.
+        binding = find_package("pybind11") or torch
+        folders = (binding.folder / "include", Path(sysconfig.get_path("include")))
+        module = Object(MODULE_SOURCE, [*command, *macros], version + binding.version + sys.version, folders)
+        make([*ops, module])
 
-    return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
+        paths = {e.name.rpartition(".")[2]: Path(self.get_ext_fullpath(e.name)).absolute() for e in self.extensions}
+        library, module_path = paths["libposenc_ext_ops"], paths["_C"]
+        library.parent.mkdir(parents=True, exist_ok=True)
+        for linked in (
+            [*link, f"-Wl,-soname,{library.name}", "-o", library, *(o.path() for o in ops), *link_torch, *link_ops],
+            [*link, "-Wl,-rpath,$ORIGIN", "-o", module_path, module.path(), library, *link_torch],
+        ):
+            subprocess.run(linked, check=True)
 
 
-BUILDING = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"} & set(sys.argv)
-
-if find_torch():
-    setup(**(extension() if BUILDING else {}))
-else:
+setup(
+    ext_modules=[Extension(f"posenc_ext.{name}", []) for name in ("libposenc_ext_ops", "_C")],
+    cmdclass={"build_ext": Build},
     # Asked for by pip before it builds; metadata and source distributions need no torch.
-    setup(setup_requires=["torch>=2.10"] if "egg_info" in sys.argv else [])
+    setup_requires=["torch>=2.10"] if "egg_info" in sys.argv and not find_torch() else [],
+)

@@ -1,4 +1,4 @@
-"""Audits of a built wheel: torch's stable ABI, glibc, linked libraries, compiler flags, place of wide vectors.
+"""Audits of a built wheel: torch's stable ABI, glibc, links and exports, compiler flags, place of wide vectors.
 
 Usage: python .ci/audit.py WHEEL
 """
@@ -14,7 +14,9 @@ from pathlib import Path
 
 # Newest symbol versions that torch's own manylinux_2_28 wheels may use.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
+OPS, MODULE = "libposenc_ext_ops.so", "_C*.so"
 MAY_LINK = {
+    OPS,
     "libtorch_cpu.so",
     "libc10.so",
     "libstdc++.so.6",
@@ -23,7 +25,7 @@ MAY_LINK = {
     "libc.so.6",
     "ld-linux-x86-64.so.2",
 }
-MUST_HOLD = ("posenc_ext/py.typed", "posenc_ext/_C.pyi", "posenc_ext/bench/__main__.py")
+MUST_HOLD = (f"posenc_ext/{OPS}", "posenc_ext/py.typed", "posenc_ext/_C.pyi", "posenc_ext/bench/__main__.py")
 FORBIDDEN_FLAGS = ("-ffast-math", "-Ofast", "--use_fast_math", "-use_fast_math", "-march=native", "-fopenmp")
 
 
@@ -69,6 +71,21 @@ def check_linked(library: Path) -> list[str]:
     return [f"links {name}" for name in sorted(linked - MAY_LINK)]
 
 
+def check_symbols(ops: Path, module: Path) -> list[str]:
+    """The ops know no Python and export no more than the module takes; the module has nothing of theirs within."""
+    taken = set(run("nm", "--dynamic", "--undefined-only", "--format=just-symbols", str(module)).split())
+    given = set(run("nm", "--dynamic", "--defined-only", "--format=just-symbols", str(ops)).split())
+    needed = set(run("nm", "--dynamic", "--undefined-only", "--format=just-symbols", str(ops)).split())
+    inside = set(re.findall(r"posenc::(?:cpu|cuda)::\w+", run("nm", "--demangle", "--defined-only", str(module))))
+    exported = sorted(name for name in given - taken if "posenc" in name and not name.startswith("posenc_ext_"))
+    print(f"the ops export {len(given)} symbols, of which the module takes {len(given & taken)}")
+    return [
+        *(f"the ops need {name} of Python" for name in sorted(needed) if re.match("_?Py", name)),
+        *(f"the ops export {name}, which the module does not take" for name in exported),
+        *(f"the module has {name} of its own" for name in sorted(inside)),
+    ]
+
+
 def check_vectors(library: Path) -> list[str]:
     """AVX registers only inside the kernels that run-time dispatch reaches."""
     problems = set()
@@ -93,11 +110,12 @@ def main(wheel: str) -> int:
         zipfile.ZipFile(wheel).extractall(folder)
         names = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
         print(*names, sep="\n")
-        (library,) = Path(folder).rglob("_C*.so")
         problems = check_flags()
-        for check in (check_stable_abi, check_linked, check_vectors):
-            problems += check(library)
-        problems += check_symbol_versions(library, "manylinux" in wheel)
+        libraries = {name: next(Path(folder, "posenc_ext").glob(name)) for name in (OPS, MODULE)}
+        for library in libraries.values():
+            problems += check_linked(library) + check_vectors(library)
+            problems += check_symbol_versions(library, "manylinux" in wheel)
+        problems += check_stable_abi(libraries[OPS]) + check_symbols(*libraries.values())
         problems += [f"the wheel lacks {name}" for name in MUST_HOLD if name not in names]
     for problem in problems:
         print("FAILED:", problem)

@@ -120,7 +120,7 @@ def main(wheel: str) -> int:
     registers: dict[str, dict[str, int]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         zipfile.ZipFile(wheel).extractall(folder)
-        (library,) = map(str, Path(folder).rglob("_C*.so"))
+        (library,) = map(str, Path(folder).rglob("libposenc_ext_ops.so"))
         used = list(pool.map(lambda a: resources(library, a), ARCHITECTURES))
         code = list(pool.map(lambda a: instructions(library, a), ARCHITECTURES))
     symbols = sorted(code[0])

@@ -27,6 +27,9 @@ enum class OddRule : int64_t {
 };
 constexpr int64_t kOddRules = 3;
 
+// Of one row. The frequencies of more columns would take seconds to compute.
+constexpr int64_t kMostColumns = int64_t{1} << 24;
+
 // The width D that the frequencies are computed for.
 inline int64_t frequency_width(OddRule odd, int64_t width) {
   return odd == OddRule::round_up ? width + width % 2 : width;

@@ -1,9 +1,12 @@
-// Argument checks: every message names the op, the argument, the requirement and the value it got.
+// Argument checks: every message names the op, the argument, the requirement and the value it got. And what raises
+// torch's own error where memory is short.
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace posenc {
 
@@ -14,6 +17,11 @@ std::string message(const char* op, const Parts&... parts) {
   (text << ... << parts);
   return text.str();
 }
+
+// Allocates a tensor from Python and frees it, so that torch raises its own error where memory is short: its C
+// interface says no more than that something failed. Null where no Python module has set it.
+using Allocate = void (*)(const std::vector<int64_t>& sizes, const std::string& dtype, const std::string& device);
+inline Allocate allocate_from_python = nullptr;
 
 }  // namespace posenc
 

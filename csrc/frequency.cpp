@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <compare>
+#include <list>
 #include <map>
 #include <mutex>
-#include <tuple>
 
 namespace posenc {
 namespace {
@@ -113,7 +113,8 @@ Fixed exp_of_minus(Fixed y) {
   return sum;
 }
 
-std::shared_ptr<const FrequencyTable> make(double base, Divisor divisor, int64_t width, int64_t pairs) {
+std::shared_ptr<const FrequencyTable> make(const FrequencyKey& key) {
+  const auto [base, divisor, width, pairs] = key;
   const Fixed inverse_two_pi = {{0, 0x28BE60DB9391054A, 0x7F09D5F47D4D3770, 0x36D8A5664F10E410}};
   // The exponent of w_k is -k * numerator / denominator.
   const uint64_t numerator = divisor == Divisor::d ? 2 : 1;
@@ -121,8 +122,8 @@ std::shared_ptr<const FrequencyTable> make(double base, Divisor divisor, int64_t
   const uint64_t denominator = divisor == Divisor::d ? width : (half_minus_1 > 1 ? half_minus_1 : 1);
 
   auto table = std::make_shared<FrequencyTable>();
-  for (auto& words : table->turns) words.reserve(pairs);
-  table->angular.reserve(pairs);
+  for (auto& words : table->turns) words.reserve(pairs + kFrequencyPadding);
+  table->angular.reserve(pairs + kFrequencyPadding);
 
   const Fixed log_base = log_of(base);
   const Fixed ratio = exp_of_minus(divide(numerator == 2 ? add(log_base, log_base) : log_base, denominator));
@@ -142,9 +143,39 @@ std::shared_ptr<const FrequencyTable> make(double base, Divisor divisor, int64_t
   }
   for (auto& words : table->turns) words.resize(pairs + kFrequencyPadding);
   table->angular.resize(pairs + kFrequencyPadding);
-  table->pairs = pairs;
+  table->key = key;
   return table;
 }
+
+using Table = std::shared_ptr<const FrequencyTable>;
+
+// The tables used last. One that is dropped lives on where it is in use.
+class Cache {
+ public:
+  Table find_or_make(const FrequencyKey& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = places_.find(key);
+    if (found != places_.end()) {
+      tables_.splice(tables_.begin(), tables_, found->second);
+      return tables_.front();
+    }
+    tables_.push_front(make(key));
+    places_[key] = tables_.begin();
+    bytes_ += tables_.front()->bytes();
+    while (bytes_ > kKeptTableBytes && tables_.size() > 1) {
+      bytes_ -= tables_.back()->bytes();
+      places_.erase(tables_.back()->key);
+      tables_.pop_back();
+    }
+    return tables_.front();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::list<Table> tables_;  // the one used last comes first
+  std::map<FrequencyKey, std::list<Table>::iterator> places_;
+  int64_t bytes_ = 0;
+};
 
 }  // namespace
 
@@ -156,19 +187,11 @@ Frequencies FrequencyTable::view() const {
 }
 
 std::shared_ptr<const FrequencyTable> frequencies(double base, Divisor divisor, int64_t width, int64_t pairs) {
-  using Key = std::tuple<double, Divisor, int64_t, int64_t>;
-  using Table = std::shared_ptr<const FrequencyTable>;
-  const Key key{base, divisor, width, pairs};
-  thread_local std::pair<Key, Table> last;  // a model uses one spec: skip the lock
-  if (last.second && last.first == key) return last.second;
-
-  static std::mutex mutex;
-  static std::map<Key, Table> tables;
-  const std::lock_guard<std::mutex> lock(mutex);
-  Table& table = tables[key];
-  if (!table) table = make(base, divisor, width, pairs);
-  last = {key, table};
-  return table;
+  const FrequencyKey key{base, divisor, width, pairs};
+  thread_local Table last;  // a model uses one spec: skip the lock
+  if (last && last->key == key) return last;
+  static auto* cache = new Cache;  // never destroyed: a thread may outlive what is static
+  return last = cache->find_or_make(key);
 }
 
 }  // namespace posenc

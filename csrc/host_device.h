@@ -1,5 +1,8 @@
-// Functions that CPU and CUDA kernels share.
+// Functions that CPU and CUDA kernels share, and those that a library exports.
 #pragma once
+
+// What the library of the ops offers to the Python module, which links to it. Everything else is hidden.
+#define POSENC_API __attribute__((visibility("default")))
 
 #if defined(__CUDACC__)
 #define POSENC_HD __host__ __device__ __forceinline__

@@ -90,7 +90,7 @@ struct Lane<uint32_t> {
 };
 
 // sin and cos of x + (pi/2) * quarter, |x| <= pi/4, where quarter is in the top two bits of `quarters` (the rest is not
-// looked at). Polynomials: sinusoid_fit.py.
+// looked at). Polynomials: docs/sinusoid_fit.py.
 template <class Uint>
 POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_rest(typename Lane<Uint>::Float x, Uint quarters) {
   using L = Lane<Uint>;
@@ -144,32 +144,26 @@ POSENC_HD SinCos<double> sincos_of_phase64(uint64_t phase) {
   return {bit_cast<double>(sin_bits), bit_cast<double>(cos_bits)};
 }
 
-// Fractional bits of w / 2pi, most significant word first.
-struct Turns {
-  uint32_t word[4];
-};
-
 // Top 32 bits of the fraction of n * 0.[high][low], off by less than 2 units.
 template <class Uint>
 POSENC_HD Uint phase_of_product(Uint n, Uint high, Uint low) {
   return n * high + Lane<Uint>::high_product(n, low);
 }
 
-// exact: p = p1 * 2^32 + p0, and a factor 2^32 moves the fraction of w / 2pi by one word.
-template <class Uint>
-POSENC_HD Uint exact_phase32(Uint p0, Uint p1, Uint word0, Uint word1, Uint word2) {
-  return phase_of_product(p0, word0, word1) + phase_of_product(p1, word1, word2);
+// exact, for pair k: p = p1 * 2^32 + p0, and a factor 2^32 moves the fraction of w / 2pi by one word.
+POSENC_HD uint32_t exact_phase32(const Frequencies& f, uint64_t p, int64_t k) {
+  const uint32_t p0 = static_cast<uint32_t>(p), p1 = static_cast<uint32_t>(p >> 32);
+  return phase_of_product(p0, f.turns[0][k], f.turns[1][k]) + phase_of_product(p1, f.turns[1][k], f.turns[2][k]);
 }
 
-POSENC_HD uint64_t exact_phase64(uint64_t p, const Turns& turns) {
-  const uint64_t high = (static_cast<uint64_t>(turns.word[0]) << 32) | turns.word[1];
-  const uint64_t low = (static_cast<uint64_t>(turns.word[2]) << 32) | turns.word[3];
+POSENC_HD uint64_t exact_phase64(const Frequencies& f, uint64_t p, int64_t k) {
+  const uint64_t high = (static_cast<uint64_t>(f.turns[0][k]) << 32) | f.turns[1][k];
+  const uint64_t low = (static_cast<uint64_t>(f.turns[2][k]) << 32) | f.turns[3][k];
   return p * high + high_product(p, low);
 }
 
-// 1 / 2pi = 0.28BE60DB9391054A7F09D5F47D4D3770 in base 16.
-constexpr uint32_t kInverseTwoPi0 = 0x28BE60DBu, kInverseTwoPi1 = 0x9391054Au, kInverseTwoPi2 = 0x7F09D5F4u,
-                   kInverseTwoPi3 = 0x7D4D3770u;
+// The fraction of 1 / 2pi, 128 bits of it.
+constexpr uint64_t kInverseTwoPiHigh = 0x28BE60DB9391054Au, kInverseTwoPiLow = 0x7F09D5F47D4D3770u;
 
 // reference, for an fp32 angle in [0, kShortAngle), the way of Cody and Waite: the nearest number of quarter turns is
 // found by adding 1.5 * 2^23, where floats are integers and the low bits of the sum are the number, and is taken off
@@ -188,29 +182,22 @@ POSENC_HD SinCos<typename Lane<Uint>::Float> sincos_of_short_angle(typename Lane
   return sincos_of_rest<Uint>(x, bit_cast<Uint>(whole) << 30);
 }
 
-// reference, for an fp32 angle in [0, 2^24): its significand m (24 bits, angle = m * 2^-shift) times 1 / 2pi, 32 bits
-// of it behind the point; a shift leaves the phase in the low word.
-POSENC_HD uint32_t angle_phase32(float angle) {
-  const uint32_t bits = bit_cast<uint32_t>(angle);
-  const uint32_t m = (bits & 0x7FFFFFu) | 0x800000u;
-  const uint32_t shift = 150u - (bits >> 23);
-  const uint64_t turns = static_cast<uint64_t>(m) * kInverseTwoPi0 + high_product(m, kInverseTwoPi1);
-  return shift < 64u ? static_cast<uint32_t>(turns >> shift) : 0u;
-}
-
 // The 64 bits of 1 / 2pi that follow its first `skip` fractional bits, skip in [0, 63].
 POSENC_HD uint64_t inverse_two_pi_window(uint32_t skip) {
-  const uint64_t high = (static_cast<uint64_t>(kInverseTwoPi0) << 32) | kInverseTwoPi1;
-  const uint64_t low = (static_cast<uint64_t>(kInverseTwoPi2) << 32) | kInverseTwoPi3;
-  return skip == 0 ? high : (high << skip) | (low >> (64 - skip));
+  return skip == 0 ? kInverseTwoPiHigh : (kInverseTwoPiHigh << skip) | (kInverseTwoPiLow >> (64 - skip));
 }
 
-// reference, for any fp32 angle below 2^87: from 2^24 on, the leading bits of 1 / 2pi only make whole turns.
+// reference, for an fp32 angle in [kShortAngle, 2^87): its significand m (24 bits) times 1 / 2pi. Below 2^24 that is
+// taken with 32 bits behind the point, and a shift leaves the phase in the low word. From 2^24 on, the leading bits of
+// 1 / 2pi only make whole turns.
 POSENC_HD uint32_t wide_angle_phase32(float angle) {
-  const uint32_t bits = bit_cast<uint32_t>(angle);
-  if ((bits >> 23) <= 150u) return angle_phase32(angle);
+  const uint32_t bits = bit_cast<uint32_t>(angle), exponent = bits >> 23;
   const uint32_t m = (bits & 0x7FFFFFu) | 0x800000u;
-  const uint64_t window = inverse_two_pi_window((bits >> 23) - 150u);
+  if (exponent <= 150u) {
+    const uint64_t turns = m * (kInverseTwoPiHigh >> 32) + high_product(m, static_cast<uint32_t>(kInverseTwoPiHigh));
+    return static_cast<uint32_t>(turns >> (150u - exponent));
+  }
+  const uint64_t window = inverse_two_pi_window(exponent - 150u);
   return phase_of_product(m, static_cast<uint32_t>(window >> 32), static_cast<uint32_t>(window));
 }
 
@@ -223,15 +210,14 @@ POSENC_HD SinCos<float> sincos_of_angle(float angle) {
 POSENC_HD uint64_t wide_angle_phase64(float angle) {
   const uint32_t bits = bit_cast<uint32_t>(angle);
   const uint64_t m = (bits & 0x7FFFFFu) | 0x800000u;
-  const uint64_t low = (static_cast<uint64_t>(kInverseTwoPi2) << 32) | kInverseTwoPi3;
   if ((bits >> 23) > 150u) {
     const uint32_t skip = (bits >> 23) - 150u;
-    return m * inverse_two_pi_window(skip) + high_product(m, low << skip);
+    return m * inverse_two_pi_window(skip) + high_product(m, kInverseTwoPiLow << skip);
   }
   const uint32_t shift = 150u - (bits >> 23);
-  const uint64_t high = inverse_two_pi_window(0);
-  const uint64_t fraction = m * high + high_product(m, low);             // low 64 bits of floor(m / 2pi * 2^64)
-  const uint64_t whole = high_product(m, high) + (fraction < m * high);  // and the bits above them
+  // The low 64 bits of floor(m / 2pi * 2^64), and the bits above them.
+  const uint64_t fraction = m * kInverseTwoPiHigh + high_product(m, kInverseTwoPiLow);
+  const uint64_t whole = high_product(m, kInverseTwoPiHigh) + (fraction < m * kInverseTwoPiHigh);
   if (shift == 0) return fraction;
   if (shift < 64) return (fraction >> shift) | (whole << (64 - shift));
   return shift < 128 ? whole >> (shift - 64) : 0;
@@ -246,14 +232,13 @@ POSENC_HD uint64_t magnitude(int64_t position) {
 
 POSENC_HD SinCos<float> sincos_of_pair(const Frequencies& f, Precision precision, uint64_t p, int64_t k, float) {
   if (precision == Precision::reference) return sincos_of_angle(static_cast<float>(p) * f.angular[k]);
-  return sincos_of_phase32(exact_phase32(static_cast<uint32_t>(p), static_cast<uint32_t>(p >> 32), f.turns[0][k],
-                                         f.turns[1][k], f.turns[2][k]));
+  return sincos_of_phase32(exact_phase32(f, p, k));
 }
 
 POSENC_HD SinCos<double> sincos_of_pair(const Frequencies& f, Precision precision, uint64_t p, int64_t k, double) {
   if (precision == Precision::reference)
     return sincos_of_phase64(wide_angle_phase64(static_cast<float>(p) * f.angular[k]));
-  return sincos_of_phase64(exact_phase64(p, {{f.turns[0][k], f.turns[1][k], f.turns[2][k], f.turns[3][k]}}));
+  return sincos_of_phase64(exact_phase64(f, p, k));
 }
 
 // Sine and cosine of pair k at a position.

@@ -13,13 +13,9 @@ def sincos_of_phase32(phases: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.fl
 def sincos_of_phase64(phases: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]: ...
 def sincos_of_angle(angles: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
 def embed_raw(
-    weight: int,
-    ids: int,
-    out: int,
-    batch: int,
-    length: int,
-    width: int,
-    dtype: int,
+    weight: npt.NDArray[Any],
+    ids: npt.NDArray[np.int64],
+    out: npt.NDArray[Any],
     offset: int,
     token_scale: float,
     base: float,

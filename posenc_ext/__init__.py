@@ -2,10 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from posenc_ext.ops import ops_library  # isort: skip  (first: it loads the compiled half)
 from posenc_ext import functional
 from posenc_ext.conventions import CONVENTIONS, Convention
+from posenc_ext.decompositions import decompositions
 from posenc_ext.errors import check_errors
-from posenc_ext.fuse import fuse
+from posenc_ext.fuse import fuse, unfuse
 from posenc_ext.modules import Embeddings, LearnedPositionalEmbedding, PositionalEncoding, TransformerEmbedding
 from posenc_ext.reference import get_sinusoidal_positional_encoding
 from posenc_ext.vocabulary import Vocabulary
@@ -24,7 +26,10 @@ __all__ = [
     "TransformerEmbedding",
     "Vocabulary",
     "check_errors",
+    "decompositions",
     "functional",
     "fuse",
     "get_sinusoidal_positional_encoding",
+    "ops_library",
+    "unfuse",
 ]

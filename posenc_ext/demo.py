@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -109,7 +109,9 @@ def _show_order(
     layer: nn.Module, embeddings: posenc_ext.Embeddings, texts: Sequence[str], vocabulary: Vocabulary
 ) -> None:
     heading("5. The same words in another order are another input")
-    found = next(((words, p) for words in map(str.split, texts) if (p := _first_change(words)) is not None), None)
+    sentences = [text.split() for text in texts]
+    # Where a word differs from the next one.
+    found = next(((s, p) for s in sentences for p in range(len(s) - 1) if s[p] != s[p + 1]), None)
     if found is None:
         print("No sentence here has two different words to exchange.")
         return
@@ -193,16 +195,13 @@ def _show_time_and_memory(seed: int) -> None:
 
 def _interleaved_medians(modules: Sequence[nn.Module], ids: Tensor) -> list[float]:
     """Seconds per call of each module. They take turns, so that a busy moment of the machine falls on all."""
-    # Loading it warns of a CUDA toolkit without a GPU, which matters to nobody here.
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    from torch.utils.benchmark import Timer
 
-    logger.setLevel(level)
-    threads = torch.get_num_threads()
-    timers = [Timer("module(ids)", globals={"module": m, "ids": ids}, num_threads=threads) for m in modules]
-    rounds = [[timer.timeit(1).mean for timer in timers] for _ in range(ROUNDS)]
+    def seconds(module: nn.Module) -> float:
+        start = time.perf_counter()
+        module(ids)
+        return time.perf_counter() - start
+
+    rounds = [[seconds(module) for module in modules] for _ in range(ROUNDS)]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
@@ -217,8 +216,3 @@ def _textbook(weight: Tensor, max_len: int = 5000) -> nn.Sequential:
 
 def _buffer_bytes(module: nn.Module) -> int:
     return sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-
-
-def _first_change(words: Sequence[str]) -> int | None:
-    """The first position whose word differs from the next one."""
-    return next((p for p in range(len(words) - 1) if words[p] != words[p + 1]), None)

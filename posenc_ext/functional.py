@@ -32,6 +32,7 @@ from posenc_ext.ops.call import (
     new_embed_call,
     resolve_offset,
 )
+from posenc_ext.ops.tracing import decomposed, is_traced
 
 _ops = torch.ops.posenc_ext
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
@@ -93,7 +94,7 @@ def embed(
         ValueError: any other argument that does not fit.
         NotImplementedError: `sparse=True` inside torch.compile or torch.export.
     """
-    if has_torch_function_variadic(input, weight):
+    if has_torch_function_variadic(input, weight) or input.is_nested:
         return _overridden(embed, "input", locals())
     chosen = resolve(convention)
     base, flags = chosen.spec(precision, batch_first)
@@ -138,7 +139,7 @@ def scaled_embedding(
     out: Tensor | None = None,
 ) -> Tensor:
     """`weight[input] * token_scale` in one pass: `embed` without an encoding. Arguments and errors as there."""
-    if has_torch_function_variadic(input, weight):
+    if has_torch_function_variadic(input, weight) or input.is_nested:
         return _overridden(scaled_embedding, "input", locals())
     call = new_embed_call(
         (
@@ -183,7 +184,7 @@ def add_positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
-    if has_torch_function_unary(x):
+    if has_torch_function_unary(x) or x.is_nested:
         return _overridden(add_positional_encoding, "x", locals())
     chosen = resolve(convention)
     spec = chosen.spec(precision, batch_first)
@@ -243,7 +244,9 @@ def positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
-    if isinstance(positions_or_length, Tensor) and has_torch_function_unary(positions_or_length):
+    if isinstance(positions_or_length, Tensor) and (
+        has_torch_function_unary(positions_or_length) or positions_or_length.is_nested
+    ):
         return _overridden(positional_encoding, "positions_or_length", locals())
     chosen = resolve(convention)
     if isinstance(positions_or_length, Tensor):
@@ -268,7 +271,9 @@ def positional_encoding(
     check_offset("positional_encoding", offset)
     spec = chosen.spec(precision)
     if out is None:
-        result: Tensor = _ops.positional_encoding(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
+        op = _ops.positional_encoding.default
+        op = decomposed(op) if is_traced(positions) else op
+        result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
         return result
     _refuse_gradient("positional_encoding", out=out)
     _ops.positional_encoding_out(positions, d_model, offset, *spec, out)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from posenc_ext.conventions import resolve
+from posenc_ext.ops.call import check_integer
 
 
 def apply(function: Callable[..., Tensor], op: str, tokens: str, arguments: Mapping[str, Any]) -> Tensor:
     """Call `function` with the values of a nested tensor; its result, in the same rows.
 
     Args:
-        function: a functional form.
+        function: a functional form, or the sum of a layer.
         op: its name, for messages.
         tokens: which argument is nested: [B, length, ...], layout torch.jagged, without holes between the rows.
         arguments: all of the function's. A tensor as `offset` is 0-d or [B]; `positions` are nested, in the same rows.
@@ -37,13 +38,17 @@ def apply(function: Callable[..., Tensor], op: str, tokens: str, arguments: Mapp
     require(rest.pop("out", None) is None, f"out= cannot be combined with a nested {tokens}")
     values, starts = nested.values(), nested.offsets()
 
-    def at_each_token(row: Tensor) -> Tensor:
-        return row.repeat_interleave(starts.diff(), output_size=values.shape[0])
+    def at_each_token(of_row: Tensor) -> Tensor:
+        # Values past the last row's end may be spare: they count on in that row.
+        row = torch.searchsorted(starts, torch.arange(values.shape[0], device=values.device), right=True) - 1
+        return of_row[row.clamp(0, nested.shape[0] - 1)]
 
     if "positions" in rest:
         given, offset = rest["positions"], rest["offset"]
+        axes = ["B", "length"] if tokens == "input" else ["B", "length", "d_model"]
+        require(nested.dim() == len(axes), f"a nested {tokens} must be [{', '.join(axes)}], got {list(nested.shape)}")
         if given is None:
-            first = resolve(rest["convention"]).first_position
+            first = resolve(rest["convention"]).first_position if "convention" in rest else 0
             rest["positions"] = torch.arange(first, first + values.shape[0], device=values.device)
             rest["positions"] -= at_each_token(starts[:-1])
         else:
@@ -53,10 +58,14 @@ def apply(function: Callable[..., Tensor], op: str, tokens: str, arguments: Mapp
             )
             rest["positions"] = given.values()
         if isinstance(offset, Tensor) and offset.dim() == 1:
+            check_integer(op, "offset", offset)
             good = offset.shape[0] == nested.shape[0]
             require(good, f"offset must be 0-d or have shape [{nested.shape[0]}], got {list(offset.shape)}")
             rest["positions"], rest["offset"] = rest["positions"] + at_each_token(offset), 0
-    return torch.nested.nested_tensor_from_jagged(function(values, **rest), starts)
+    # With what is known of the rows' lengths, which attention would otherwise have to find out.
+    return torch.nested.nested_tensor_from_jagged(
+        function(values, **rest), starts, min_seqlen=nested._maybe_min_seqlen, max_seqlen=nested._maybe_max_seqlen
+    )
 
 
 def _text(given: Any) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posenc_ext import functional
-from posenc_ext.checkpoints import consume_tables
+from posenc_ext import functional, jagged
+from posenc_ext.checkpoints import consume_tables, rename_weight
 from posenc_ext.conventions import Convention, resolve
 from posenc_ext.plain import is_plain, plain_weight
 
@@ -85,7 +85,15 @@ class _Lookup(nn.Module):
     sparse = _of_lut("sparse")
 
     def _make_lut(
-        self, d_model: int, vocab_size: int, padding_idx: int | None, max_norm: float | None, **rest: Any
+        self,
+        d_model: int,
+        vocab_size: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        **rest: Any,
     ) -> None:
         owner = type(self).__name__
         self._d_model = _size(owner, "d_model", d_model)
@@ -93,7 +101,12 @@ class _Lookup(nn.Module):
         _row(owner, padding_idx, vocab_size)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"posenc_ext.{owner}: max_norm must be positive, got {max_norm}")
-        self.lut = nn.Embedding(vocab_size, self._d_model, padding_idx=padding_idx, max_norm=max_norm, **rest)
+        if device is not None and torch.device(device).type == "meta":
+            # Nothing is drawn there, but trying to imports 800 modules of torch, a second of them.
+            rest["_weight"] = torch.empty(vocab_size, self._d_model, device=device, dtype=dtype)
+        self.lut = nn.Embedding(
+            vocab_size, self._d_model, padding_idx, max_norm=max_norm, device=device, dtype=dtype, **rest
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         # nn.Module takes a Parameter for one of its own before it asks for a property.
@@ -153,7 +166,8 @@ class _Lookup(nn.Module):
     def _rows(self, x: Tensor) -> Tensor:
         """`lut(x)`, where it has to be called."""
         rows: Tensor = self.lut(x)
-        if rows.shape[:-1] != x.shape or rows.shape[-1] != self._d_model:
+        # Tools that attribute to embeddings put a lut there that is given rows in place of ids.
+        if rows.shape[-1:] != (self._d_model,) or x.shape not in (rows.shape[:-1], rows.shape):
             raise ValueError(
                 f"posenc_ext.{type(self).__name__}: lut must return shape {[*x.shape, self._d_model]} for ids of shape "
                 f"{list(x.shape)}, got {list(rows.shape)}"
@@ -438,10 +452,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         error_msgs = rest[-1]
-        own = prefix + "lut.weight"
-        for name in ("weight", "0.lut.weight"):
-            if own not in state_dict and prefix + name in state_dict:
-                state_dict[own] = state_dict.pop(prefix + name)
+        rename_weight(self, state_dict, prefix, error_msgs)
         consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -499,29 +510,39 @@ class LearnedPositionalEmbedding(nn.Module):
 
         Raises:
             IndexError: a position outside [0, max_len): nothing was learned for it.
-            ValueError: x of another width, positions of another shape.
+            ValueError: x of another width, positions of another shape or dtype.
         """
         if x.shape[-1:] != (self.d_model,):
             raise ValueError(
                 f"posenc_ext.LearnedPositionalEmbedding: x must have width {self.d_model} in its last axis, "
                 f"got {list(x.shape)}"
             )
-        y = x + self._rows(x.shape[:-1], offset, positions)
+        if x.is_nested:
+            arguments = {"x": x, "offset": offset, "positions": positions, "batch_first": self.batch_first}
+            y = jagged.apply(self._sum, "learned_positional_embedding", "x", arguments)
+        else:
+            y = self._sum(x, offset, positions)
         return _drop(self._modules["dropout"], y)
 
+    def _sum(self, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
+        return x + self._rows(x.shape[:-1], offset, positions)
+
     def _rows(self, token_shape: torch.Size, offset: int | Tensor, positions: Tensor | None) -> Tensor:
-        op = "learned_positional_embedding"
+        op = "LearnedPositionalEmbedding"
         if type(offset) is not int:
             offset, positions = functional.resolve_offset(
                 offset, positions, token_shape, self.batch_first, 0, self.weight.device, op
             )
         if positions is not None:
             functional.check_integer(op, "positions", positions)
-            chosen = functional.broadcast_positions(positions, token_shape, self.batch_first, op).long() + offset
+            # A sum past int64 would wrap to a row. With half of the range for the offset, it cannot get back to one.
+            if not -(2**62) < offset < 2**62:
+                raise ValueError(f"posenc_ext::{op}: offset must lie between -2**62 and 2**62, got {offset}")
+            positions = functional.broadcast_positions(positions, token_shape, self.batch_first, op)
             try:
-                return nn.functional.embedding(chosen, self.weight)
+                return nn.functional.embedding(positions.long() + offset, self.weight)
             except IndexError:
-                raise self._beyond(int(chosen.min()), int(chosen.max())) from None
+                raise self._beyond(int(positions.min()) + offset, int(positions.max()) + offset) from None
         rank = len(token_shape)
         length = 1 if rank == 0 else token_shape[-1 if self.batch_first else 0]
         if offset < 0 or offset + length > self.max_len:

@@ -18,20 +18,28 @@ from torch.nn.modules.module import (
 # Tensors that stand for plain ones while a program is traced.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
+_FORWARD: dict[type[nn.Module], Any] = {
+    kind: kind.forward for kind in (nn.Embedding, nn.Dropout)
+}  # tools replace those of whole classes, too
+
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling `module` is calling `kind.forward`: its very class, no hook, no forward of its own."""
     state = module.__dict__  # half the time of reading attributes
-    return type(module) is kind and not (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or _global_forward_hooks
-        or _global_forward_pre_hooks
-        or _global_backward_hooks
-        or _global_backward_pre_hooks
-        or "forward" in state
+    return (
+        type(module) is kind
+        and kind.forward is _FORWARD[kind]
+        and not (
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+            or _global_backward_hooks
+            or _global_backward_pre_hooks
+            or "forward" in state
+        )
     )
 
 

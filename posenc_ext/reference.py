@@ -26,7 +26,6 @@ in double precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -49,34 +48,38 @@ class Embeddings(nn.Module):
     Args:
         d_model: width of a row.
         vocab_size: number of rows.
+        scale: another factor, for models that were trained with one.
     """
 
-    def __init__(self, d_model: int, vocab_size: int) -> None:
+    def __init__(self, d_model: int, vocab_size: int, scale: float | None = None) -> None:
         super().__init__()
         self.d_model = d_model
         self.lut = nn.Embedding(vocab_size, d_model)
+        self.scale = math.sqrt(d_model) if scale is None else scale
 
     def forward(self, x: Tensor) -> Tensor:
         """Look up ids of any shape ``[...]`` (int32 or int64); returns ``[..., d_model]``."""
         rows: Tensor = self.lut(x)
-        return rows * math.sqrt(self.d_model)
+        return rows * self.scale
 
 
 class PositionalEncoding(nn.Module):
     """Fixed sinusoidal positions, read from a table made once.
 
-    The table is the buffer ``pe``, float32 ``[1, max_len, d_model]``. It belongs to the ``state_dict``, so checkpoints
-    of models built this way carry it.
+    The table is the buffer ``pe``, float32 ``[1, max_len, d_model]``, or ``[max_len, 1, d_model]`` where sequences are
+    the first axis. It belongs to the ``state_dict``, so checkpoints of models built this way carry it.
 
     Args:
         d_model: width; when it is odd, the last column is one more sine.
         max_len: number of positions in the table, and so the longest input.
+        dropout: share of the sums that is set to zero in training.
+        batch_first: whether inputs are ``[batch, length, d_model]`` or ``[length, batch, d_model]``.
     """
 
-    pe: Tensor
-
-    def __init__(self, d_model: int, max_len: int = 5000) -> None:
+    def __init__(self, d_model: int, max_len: int = 5000, *, dropout: float = 0.0, batch_first: bool = True) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout) if dropout else None
+        self.batch_first = batch_first
         position = torch.arange(max_len, dtype=torch.float32).unsqueeze(1)
         # 10000 ** (-2k / d), written as exp of a logarithm like everywhere else. Written otherwise it may round to
         # another float32, and at position 5000 that alone turns a fast pair by 3e-4: old tables would no longer match.
@@ -85,21 +88,27 @@ class PositionalEncoding(nn.Module):
         table = torch.zeros(max_len, d_model)
         table[:, 0::2] = torch.sin(angle)
         table[:, 1::2] = torch.cos(angle[:, : d_model // 2])
-        self.register_buffer("pe", table.unsqueeze(0))
+        self.pe: Tensor = nn.Buffer(table.unsqueeze(0 if batch_first else 1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the first ``length`` rows of the table to ``x [batch, length, d_model]``.
 
         Raises:
-            ValueError: if ``length`` is more than the table has.
+            ValueError: if ``x`` has not three axes, or ``length`` is more than the table has.
         """
-        length, max_len = x.size(1), self.pe.size(1)
+        if x.dim() != 3:
+            raise ValueError(
+                f"PositionalEncoding: x must have the axes of a batch, a length and d_model, got {x.shape}"
+            )
+        axis = 1 if self.batch_first else 0
+        length, max_len = x.size(axis), self.pe.size(axis)
         if length > max_len:
             raise ValueError(
                 f"PositionalEncoding: the length of x must be at most max_len, the {max_len} positions of its table, "
                 f"got {length}"
             )
-        return x + self.pe[:, :length]
+        y = x + self.pe.narrow(axis, 0, length)
+        return y if self.dropout is None else self.dropout(y)
 
 
 class LearnedPositionalEmbedding(nn.Module):
@@ -193,7 +202,7 @@ def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = 
     return np.power(np.float64(base), exponent)
 
 
-def sinusoid_columns(d_model: int, layout: str, *, sines: int) -> tuple[Sequence[int], Sequence[int]]:
+def sinusoid_columns(d_model: int, layout: str, *, sines: int) -> tuple[range, range]:
     """Which columns of an encoding hold the sines, and which the ``d_model // 2`` cosines, both fastest first.
 
     Args:

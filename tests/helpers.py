@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posenc_ext import _C, Convention
 from posenc_ext.reference import sinusoid_table
@@ -60,7 +61,35 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+class Ops(TorchDispatchMode):
+    """Records the names of the ops that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def is_fused(module: Any, *args: Any) -> bool:
+    """Whether a layer of ids runs one op of the package, or calls its `lut` and at most adds to what it returns."""
+    with Ops() as ops:
+        module(*args)
+    own = [name for name in ops.names if name.startswith("posenc_ext::")]
+    lookups = [name for name in ops.names if name.startswith(("aten::embedding", "aten::_embedding", "aten::index"))]
+    assert len(own) <= 1, ops.names
+    assert len(lookups) + any("embed" in name for name in own) == 1, ops.names
+    return not lookups
+
+
 # ---- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """A view of a tensor for `_C.embed_raw`: NumPy has no bfloat16, so its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def bits(tensor: Tensor) -> Tensor:

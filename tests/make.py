@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import posenc_ext
-from posenc_ext import CONVENTIONS, Convention, conventions
+from posenc_ext import CONVENTIONS, Convention, conventions, reference
 from posenc_ext.conventions import DIVISORS, LAYOUTS, ODD_RULES, PRECISIONS
 
 ops = torch.ops.posenc_ext
@@ -172,6 +173,23 @@ def pair(source: Any = posenc_ext, *, rows: int = V, width: int = D, **options: 
     """Embeddings and encoding of the package, or of its textbook (`posenc_ext.reference`)."""
     torch.manual_seed(7)
     return nn.Sequential(source.Embeddings(width, rows, **options), source.PositionalEncoding(width, 50))
+
+
+def twins(kind: str, *, dropout: float | None = None, max_len: int = 40, **options: Any) -> tuple[Any, nn.Module]:
+    """A layer, and the modules of the textbook that it stands for, with the same numbers."""
+    mine = layer(kind, max_len=max_len, **options, **({} if dropout is None else {"dropout": dropout}))
+    parts: list[Any] = []
+    if kind in OF_IDS:
+        parts.append(reference.Embeddings(mine.d_model, mine.vocab_size))
+        parts[0].lut = copy.deepcopy(mine.lut)
+    if kind == "LearnedPositionalEmbedding":
+        parts.append(reference.LearnedPositionalEmbedding(max_len, mine.d_model))
+        parts[0].load_state_dict(mine.state_dict())
+    elif kind != "Embeddings":
+        parts.append(reference.PositionalEncoding(mine.d_model, max_len))
+    if dropout is not None:
+        parts.append(nn.Dropout(dropout))
+    return mine, parts[0] if len(parts) == 1 else nn.Sequential(*parts)
 
 
 # ---- specs and flags -------------------------------------------------------------------------------------------------

@@ -2,15 +2,18 @@
 
 import dataclasses
 import math
+import re
 
 import make
+import numpy as np
 import pytest
 import torch
-from helpers import assert_refused, assert_same_bits
+from helpers import assert_refused, assert_same_bits, run_code
 from make import ids as batch
 from make import table
+from torch import nn
 
-from posenc_ext import CONVENTIONS, Convention
+from posenc_ext import _C, CONVENTIONS, Convention
 from posenc_ext.functional import add_positional_encoding as add
 from posenc_ext.functional import angular_frequencies, embed, scaled_embedding
 from posenc_ext.functional import positional_encoding as encode
@@ -295,3 +298,221 @@ def test_nothing_is_written_by_the_others(call, words):
     out = torch.full((2, 3, 8), 7.0)
     assert_refused(lambda: call(out), *words)
     assert (out == 7).all()
+
+
+# ---- widths ----------------------------------------------------------------------------------------------------------
+
+MOST = 2**24
+WIDER = torch.zeros(1, 1).expand(1, MOST + 1)
+IN_ROW = torch.zeros(1, dtype=torch.int64)
+
+# Every op with a row of more than MOST columns, on a device.
+TOO_WIDE = {
+    "embed": lambda d: ops.embed(WIDER.to(d), IN_ROW.to(d), None, 0, 1.0, *SPEC),
+    "no encoding": lambda d: ops._embed_fwd(WIDER.to(d), IN_ROW.to(d), None, 0, 1.0, *make.NONE),
+    "embed_general": lambda d: ops.embed_general(WIDER.to(d), IN_ROW.to(d)),
+    "embed_out": lambda d: ops.embed_out(WIDER.to(d), IN_ROW.to(d), None, 0, 1.0, *SPEC, torch.empty(8, device=d)),
+    "check_embed": lambda d: ops.check_embed(WIDER.to(d), IN_ROW.to(d), None, 0, *SPEC),
+    "add": lambda d: ops.add_positional_encoding(WIDER.to(d), None, 0, *SPEC),
+    "PE": lambda d: ops.positional_encoding(IN_ROW.to(d), MOST + 1, 0, *SPEC, torch.float32),
+    "PE of nothing": lambda d: encode(IN_ROW.to(d)[:0], 10**9),
+    "PE 2**62": lambda d: encode(IN_ROW.to(d), 2**62),
+    "gradient": lambda d: ops.embed_backward(WIDER.to(d), IN_ROW.to(d), 1, 1.0, -1, False),
+    "sparse gradient": lambda d: ops._embed_bwd_sparse(WIDER.to(d), IN_ROW.to(d), 1, 1.0, -1, False),
+}
+
+
+@make.each("device", ["cpu", "meta"])
+@make.each("call", TOO_WIDE)
+def test_widths(call, device):
+    """Frequencies of 2**30 columns would take a minute, of 2**40 all memory. "meta": while a program is traced."""
+    assert_refused(lambda: call(device), f"the width (d_model) must be at most {MOST}, got ")
+
+
+# ---- the introspection module ----------------------------------------------------------------------------------------
+
+
+@refused(
+    {
+        **{f"base {b}": (lambda b=b: _C.frequency_table(b, 0, 8, 4), BASE) for b in (0.9, -1, math.nan, math.inf)},
+        **{f"divisor {d}": (lambda d=d: _C.frequency_table(1e4, d, 8, 4), "divisor must") for d in (-1, 2, TOP)},
+        **{f"width {w}": (lambda w=w: _C.frequency_table(1e4, 0, w, 0), "width must") for w in (0, -1, MOST + 1, TOP)},
+        **{f"pairs {p}": (lambda p=p: _C.frequency_table(1e4, 0, 8, p), "pairs must") for p in (-1, 5, 2**40, TOP)},
+    }
+)
+def test_frequency_table(call, words):
+    assert_refused(call, "posenc_ext::frequency_table: ", *words)
+
+
+@make.each("angle", [-1.0, math.nan, math.inf, 2.0**87])
+def test_angles(angle):
+    """Out of the range in which an angle is reduced a number would come out, and not its sine."""
+    words = "sincos_of_angle: angles must lie in [0, 2^87), got", "at flat index 1"
+    assert_refused(lambda: _C.sincos_of_angle(np.array([1, angle], dtype=np.float32)), *words)
+    for function in (_C.sincos_of_phase32, _C.sincos_of_phase64):
+        assert_refused(lambda f=function: f(np.array([angle])), "incompatible", error=TypeError)
+
+
+ROWS, IDS, RESULT = table().numpy(), GOOD.numpy(), torch.full((2, 3, 8), 7.0).numpy()
+LOCKED = RESULT.copy()
+LOCKED.flags.writeable = False
+
+
+@refused(
+    {
+        "one axis": ({"weight": ROWS[0]}, "weight must have 2 axes, got 1"),
+        "strides": ({"weight": ROWS[:, ::2]}, "weight must be contiguous"),
+        "integers": ({"weight": ROWS.astype(np.int32)}, "weight must have dtype", "got int32"),
+        "byte order": ({"weight": ROWS.astype(">f4")}, "weight must have dtype", "got >f4"),
+        "no columns": ({"weight": ROWS[:, :0].copy()}, "width of weight must lie in [1, 16777216], got 0"),
+        "ids in a row": ({"ids": IDS[0]}, "ids must have 2 axes, got 1"),
+        "ids int32": ({"ids": IDS.astype(np.int32)}, "ids must have dtype int64, got int32"),
+        "ids transposed": ({"ids": IDS.T}, "ids must be contiguous"),
+        "another dtype": (
+            {"out": RESULT.astype(np.float64)},
+            "out must have the dtype of weight, float32, got float64",
+        ),
+        "another shape": ({"out": RESULT[:, :2].copy()}, "out must have shape [2, 3, 8], got [2, 2, 8]"),
+        "locked": ({"out": LOCKED}, "out must be writeable"),
+        "rows as out": ({"out": ROWS[:6].reshape(2, 3, 8)}, "out must not share memory"),
+        "ids as out": ({"ids": RESULT.reshape(-1)[12:24].view(np.int64).reshape(2, 3)}, "out must not share memory"),
+        "offset": ({"offset": TOP - 1}, f"offset {TOP - 1} + length 3 exceeds the int64 range"),
+        "base": ({"base": math.inf}, BASE + "inf"),
+        "flags": ({"flags": -1}, "flags must be those of a Convention, got -1"),
+        "sequence first": ({"flags": make.spec(batch_first=False)[1]}, "flags must be those of batch_first=True"),
+    }
+)
+def test_embed_raw(call, words):
+    good = {"weight": ROWS, "ids": IDS, "out": RESULT, "offset": 0, "token_scale": 1.0, "base": 1e4, "flags": SPEC[1]}
+    assert_refused(lambda: _C.embed_raw(**(good | call)), "posenc_ext::embed_raw: ", *words)
+    for bad in (V, -1, TOP):
+        call = lambda: _C.embed_raw(**(good | {"ids": np.where(IDS == 4, bad, IDS)}))  # noqa: B023, E731
+        assert_refused(call, f"embed_raw: ids must lie in [0, {V}), got {bad} at ids[1, 1]", error=IndexError)
+    assert (RESULT == 7).all()
+
+
+# ---- values of every kind --------------------------------------------------------------------------------------------
+
+
+def test_no_value_ends_the_process(tmp_path):
+    """Every argument of every op in turn; an error says more than that a call has failed."""
+    lines = run_code("import hostile; hostile.main()", tmp_path).splitlines()
+    assert len(lines) > 1000
+    assert not [line for line in lines if re.search("API call failed|bad_alloc|vector::", line)]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+FLAT, WIDE = torch.zeros(2**22, dtype=torch.int32), torch.zeros(1, 1).expand(1, 2**24)  # 2^48 bytes of rows
+MANY = torch.tensor([1]).expand(2**45)
+
+
+def backward_of(lookup):
+    """To a table that is an expanded row, so that only its gradient is too large."""
+    return lambda: lookup(GOOD, torch.zeros(1, 8, requires_grad=True).expand(2**44, 8)).sum().backward()
+
+
+def gradient(op):
+    return getattr(ops, op)(torch.zeros(1).expand(2**45, 8), MANY, V, 1.0, -1, False)
+
+
+# Calls that need more memory than can be addressed, and what torch does that needs as much.
+TOO_LARGE = {
+    "rows": (lambda: scaled_embedding(FLAT, WIDE), lambda: nn.functional.embedding(FLAT, WIDE)),
+    "copy of ids": (lambda: embed(MANY, table()), MANY.contiguous),
+    "x": (lambda: add(torch.zeros(1).expand(2**45, 8)), lambda: torch.zeros(1).expand(2**45, 8) + 1),
+    "PE": (lambda: encode(MANY, 8), lambda: torch.empty(2**45, 8)),
+    "PE float64": (lambda: encode(MANY, 8, dtype=torch.float64), lambda: torch.empty(2**45, 8, dtype=torch.float64)),
+    "PE bfloat16": (lambda: encode(MANY, 8, dtype=torch.bfloat16), lambda: torch.empty(2**45, 8, dtype=torch.half)),
+    "more than can be counted": (lambda: encode(MANY, 2**20), lambda: torch.empty(2**45, 2**20)),
+    "gradient": (backward_of(embed), backward_of(nn.functional.embedding)),
+    "ids of a gradient": (lambda: gradient("embed_backward"), MANY.contiguous),
+    "ids of a sparse gradient": (lambda: gradient("embed_backward_sparse"), MANY.contiguous),
+}
+
+
+def error_of(call):
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return caught.value
+
+
+@make.each(("call", "like"), TOO_LARGE)
+def test_out_of_memory_is_the_error_that_torch_raises(call, like):
+    """Of the same type and text: tools that try again with a smaller batch look for either."""
+    got, want = error_of(call), error_of(like)
+    assert type(got) is type(want)
+    assert str(got) == str(want)
+
+
+def test_the_type_of_an_error_of_memory_is_kept(monkeypatch):
+    """The one that a GPU raises, which the allocator of the CPU does not."""
+
+    def refuse(*_, **options):
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {options}")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    for call in (lambda: encode(MANY, 8), backward_of(embed)):
+        assert_refused(call, "CUDA out of memory", "torch.float32", "cpu", error=torch.OutOfMemoryError)
+    monkeypatch.setattr(torch, "empty", lambda *_, **options: None)
+    assert_refused(lambda: encode(MANY, 8), "out of memory", f"[{2**45}, 8]", "Float on cpu", error=RuntimeError)
+
+
+def test_too_little_memory_to_sort_ids(tmp_path):
+    code = """
+import resource, torch, posenc_ext
+grad, ids = torch.zeros(1).expand(2**22, 2), torch.zeros(2**22, dtype=torch.int32)
+calls = [getattr(torch.ops.posenc_ext, name) for name in ("embed_backward", "embed_backward_sparse")]
+for call in calls:
+    call(grad[:3], ids[:3], 3, 1.0, -1, False)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, -1))
+for call in calls:
+    try:
+        call(grad, ids, 3, 1.0, -1, False)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    lines = run_code(code, tmp_path).splitlines()
+    assert len(lines) == 2
+    assert all(re.match("RuntimeError .*DefaultCPUAllocator: can't allocate memory", line) for line in lines), lines
+
+
+def test_storages_that_were_freed_or_cut(tmp_path):
+    """As sharding frees them between uses: every tensor of every op. In a process of its own, which must live."""
+    code = """
+import make, torch
+from posenc_ext.ops.call import by_name
+
+sample = make.Sample("", make.table(), make.ids((2, 3)), {"positions": torch.arange(6).view(2, 3)})
+for name, call in {**make.op_calls(sample), **make.raw_calls(sample)}.items():
+    arguments = by_name(call.overload, call.args, call.kwargs)
+    for argument, whole in arguments.items():
+        if not isinstance(whole, torch.Tensor):
+            continue
+        for left in (0, 1, 2 * whole.nbytes - 1):
+            tensor = torch.cat([whole.flatten()] * 2)[whole.numel():].view(whole.shape)
+            tensor.untyped_storage().resize_(left)
+            assert tensor.shape == whole.shape
+            try:
+                call.overload(**{**arguments, argument: tensor})
+            except ValueError as error:
+                text = f"{argument} must have its memory: shape {list(whole.shape)} needs a storage of "
+                assert text + f"{2 * whole.nbytes} bytes, got {left}" in str(error), (name, error)
+            else:
+                raise AssertionError((name, argument, left))
+    print(name)
+"""
+    assert set(run_code(code, tmp_path).split()) >= {
+        "embed",
+        "_embed_fwd",
+        "_embed_bwd_sparse",
+        "add_positional_encoding",
+    }
+
+
+def test_no_element_needs_no_storage():
+    nothing = torch.empty(0, 3, dtype=torch.int64)
+    nothing.untyped_storage().resize_(0)
+    assert embed(nothing, table()).shape == (0, 3, 8)
+    assert encode(nothing, 8).shape == (0, 3, 8)

@@ -13,6 +13,7 @@ from helpers import assert_same_bits
 from torch import Tensor, nn
 
 import posenc_ext
+from posenc_ext import Convention
 from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
 
 pytestmark = pytest.mark.cuda
@@ -245,6 +246,23 @@ def test_whole_training_steps_can_be_captured(device):
         for got, want in zip(layers.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad)
         assert make.weight_of(layers[0]).grad[0].count_nonzero() == 0
+
+
+def test_more_bases_than_are_kept(device):
+    """Frequencies of some 800 bases stay on the device, others come with each call; a graph never loses its own."""
+
+    def encoding(base: float, positions: Tensor) -> Tensor:
+        return positional_encoding(positions, 1024, convention=Convention(base=base))
+
+    positions, bases = ids(device, 3, rows=10**6), [1000.0 + i for i in range(1000)]
+    found = [encoding(base, positions) for base in bases]
+    graph, result = captured(lambda: encoding(7.0, positions)) if ON_GPU else (None, encoding(7.0, positions))
+    for base, got in zip(bases, found, strict=True):
+        assert_same_bits(got.cpu(), encoding(base, positions.cpu()), f"base {base}")
+    if ON_GPU:
+        result.fill_(7)
+        graph.replay()
+    assert_same_bits(result.cpu(), encoding(7.0, positions.cpu()))
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import make
 import pytest
 import torch
-from helpers import assert_refused, assert_same_bits
+from helpers import as_array, assert_refused, assert_same_bits
 from make import D, V
 from torch import Tensor
 
@@ -267,14 +267,10 @@ def test_embed_general_checks_what_embed_checks():
 
 # ---- the raw kernel of the introspection module ----------------------------------------------------------------------
 
-_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-
 
 def embed_raw(weight: Tensor, ids: Tensor, offset: int, scale: float, spec: tuple[float, int]) -> Tensor:
-    (batch, length), width = ids.shape, weight.shape[1]
-    out = torch.empty(batch, length, width, dtype=weight.dtype)
-    addresses = [t.data_ptr() for t in (weight, ids, out)]
-    _C.embed_raw(*addresses, batch, length, width, _NUMBERS[weight.dtype], offset, scale, *spec)
+    out = weight.new_empty(*ids.shape, weight.shape[1])
+    _C.embed_raw(*map(as_array, (weight, ids, out)), offset, scale, *spec)
     return out
 
 

@@ -1,9 +1,9 @@
-"""The modules against their textbook twins, against `nn.Embedding`, and what `fuse` may and may not replace."""
+"""The modules against their textbook twins and against `nn.Embedding`."""
 
 from __future__ import annotations
 
 import copy
-import itertools
+import functools
 import math
 
 import make
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_refused, assert_same_bits, fields, true_encoding
-from make import B, D, T, V, argument, layer, pair
+from make import B, D, T, V, argument, layer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -267,6 +267,35 @@ def test_learned_positions_end_where_sinusoids_go_on():
     assert layer(POSITIONAL, max_len=5)(longer).shape == (1, 6, D)
 
 
+def test_learned_positions_do_not_wrap():
+    """A sum past int32, or past int64, is no row."""
+    trained, top, far = layer("LearnedPositionalEmbedding", max_len=5), 2**31 - 1, 2**63 - 1
+
+    def rows(offset, given, dtype=torch.int64):
+        return trained(torch.zeros(1, 2, D), offset=offset, positions=torch.tensor(given, dtype=dtype))
+
+    for offset, given, dtype in (
+        (top, (1, 2), torch.int32),
+        (2**32, (0, 1), torch.int32),
+        (-top, (-4, -3), torch.int32),
+        (2**61, (far - 1, far), torch.int64),
+        (-(2**61), (-far, 1 - far), torch.int64),
+    ):
+        words = "LearnedPositionalEmbedding: positions", f"got {given[0] + offset} to {given[1] + offset}"
+        assert_refused(functools.partial(rows, offset, given, dtype), *words, error=IndexError)
+    for offset in (far, -far, 2**62, 2**70):
+        words = "LearnedPositionalEmbedding: offset must lie between", f"got {offset}"
+        assert_refused(functools.partial(rows, offset, (-far, 3 - far)), *words)
+    assert torch.equal(rows(top, (2 - top, 3 - top)), rows(2, (0, 1)))
+
+
+@make.each("dtype", [torch.bool, torch.uint8, torch.int16, torch.float32])
+def test_learned_positions_are_int32_or_int64(dtype):
+    trained, bad = layer("LearnedPositionalEmbedding"), torch.ones(2).to(dtype)
+    words = "LearnedPositionalEmbedding: positions must have dtype int64 or int32, got ", dtype
+    assert_refused(lambda: trained(torch.zeros(1, 2, D), positions=bad), *words)
+
+
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
@@ -515,156 +544,3 @@ def test_max_norm_of_a_view_of_a_larger_tensor():
     torch.testing.assert_close(norms[[1, 4]], torch.tensor([0.5, 0.5]), atol=1e-4, rtol=0)
     others = [i for i in range(V) if i not in (1, 4)]
     assert torch.equal(weight[others], before[others, D:])
-
-
-# ---- fuse ------------------------------------------------------------------------------------------------------------
-
-
-def encoded(first: nn.Module, width: int = D, **options) -> nn.Sequential:
-    return nn.Sequential(first, posenc_ext.PositionalEncoding(width, **options))
-
-
-def sequence(kind: str, dropout: float | None = None) -> nn.Sequential:
-    """What fuse takes, of the package's modules, of the textbook's, or of one each."""
-    parts = list(pair(posenc_ext if kind == "fused" else reference))
-    if kind == "mixed":
-        parts[1] = posenc_ext.PositionalEncoding(D)
-    return nn.Sequential(*parts, *([] if dropout is None else [nn.Dropout(dropout)]))
-
-
-KINDS = ["fused", "reference", "mixed"]
-
-
-def close_to(kind: str, got: Tensor, expected: Tensor) -> bool:
-    # The textbook table may be off in the last bit of a frequency; between fused modules nothing may differ.
-    return torch.allclose(got, expected, atol=4e-6, rtol=0) if kind == "reference" else torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dropout", [None, 0.0, 0.4])
-def test_fuse(kind, dropout, ids):
-    module = sequence(kind, dropout)
-    fused = posenc_ext.fuse(module)
-    assert type(fused) is posenc_ext.TransformerEmbedding
-    assert make.weight_of(fused) is module[0].lut.weight
-    assert not make.weight_of(fused).is_meta
-    assert fused.dropout.p == (dropout or 0.0)
-    assert fused.training
-    torch.manual_seed(8)
-    expected = module(ids)
-    torch.manual_seed(8)
-    assert close_to(kind, fused(ids), expected)
-    assert close_to(kind, posenc_ext.fuse(module.eval())(ids), module(ids))  # the mode goes over too
-
-
-def test_fuse_takes_the_spec_over(ids):
-    options = {"convention": "fairseq", "precision": "exact", "dropout": 0.3, "batch_first": False}
-    module = encoded(posenc_ext.Embeddings(D, V), **options)
-    fused = posenc_ext.fuse(module.requires_grad_(False))
-    found = {name: getattr(fused, name) for name in options}
-    assert found | {"convention": fused.convention.name, "dropout": fused.dropout.p} == options
-    assert not fused.weight.requires_grad
-    assert torch.equal(fused.eval()(ids), module.eval()(ids))
-
-
-@make.each("flags", FLAGS)
-def test_fuse_takes_the_flags_over(flags, ids):
-    module, twin = pair(**flags), pair(**flags)
-    fused = posenc_ext.fuse(module)
-    assert torch.equal(fused(ids), twin(ids))
-    assert torch.equal(make.weight_of(fused), twin[0].lut.weight)
-    assert_same_gradients(fused(ids), twin(ids), (make.weight_of(fused), twin[0].lut.weight))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fuse_inside_a_model(kind, ids):
-    """Encoder and decoder inputs of a larger model, one deep inside, and an output layer tied to the table."""
-    model = nn.ModuleDict(
-        {"source": sequence(kind), "decoder": nn.ModuleList([nn.ModuleDict({"target": sequence(kind, 0.1)})])}
-    )
-    model["output"] = nn.Linear(D, V, bias=False)
-    model["output"].weight = model["source"][0].lut.weight
-    model.eval()
-    expected = [model["source"](ids), model["decoder"][0]["target"](ids)]
-    parameters = set(model.parameters())
-    assert posenc_ext.fuse(model) is model
-    assert type(model["source"]) is posenc_ext.TransformerEmbedding
-    assert set(model.parameters()) == parameters
-    for got, value in zip((model["source"](ids), model["decoder"][0]["target"](ids)), expected, strict=True):
-        assert close_to(kind, got, value)
-    assert model["output"].weight is make.weight_of(model["source"])
-
-
-class Louder(posenc_ext.Embeddings):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class Quieter(posenc_ext.PositionalEncoding):
-    def forward(self, x: Tensor, **options) -> Tensor:
-        return super().forward(x, **options) / 2
-
-
-class Counting(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + 1
-
-
-def edited(module: nn.Sequential, edit) -> nn.Sequential:
-    edit(module)
-    return module
-
-
-# What looks like the pair and computes something else, or is no pair at all.
-EMBEDDINGS = posenc_ext.Embeddings(D, V)
-NOT_FUSIBLE = {
-    "nothing": lambda: nn.Linear(2, 2),
-    "embeddings alone": lambda: nn.Sequential(EMBEDDINGS),
-    "embeddings, no container": lambda: EMBEDDINGS,
-    "already fused": lambda: layer(),
-    "other order": lambda: nn.Sequential(*reversed(pair())),
-    "learned positions": lambda: nn.Sequential(EMBEDDINGS, posenc_ext.LearnedPositionalEmbedding(50, D)),
-    "bare lookup": lambda: encoded(nn.Embedding(V, D)),
-    "norm after": lambda: nn.Sequential(*pair(), nn.LayerNorm(D)),
-    "dropout by channel": lambda: nn.Sequential(*pair(), nn.Dropout1d(0.1)),
-    "more after": lambda: nn.Sequential(*sequence("fused", 0.1), nn.Identity()),
-    "subclass of embeddings": lambda: encoded(Louder(D, V)),
-    "subclass of encoding": lambda: nn.Sequential(EMBEDDINGS, Quieter(D)),
-    "two dropouts": lambda: nn.Sequential(*encoded(EMBEDDINGS, dropout=0.1), nn.Dropout(0.1)),
-    "two widths": lambda: encoded(EMBEDDINGS, D + 2),
-    "another kind of lookup": lambda: edited(pair(reference), lambda m: setattr(m[0], "lut", Counting(V, D))),
-    "an edited table": lambda: edited(pair(reference), lambda m: m[1].pe.mul_(0.5)),
-    "hook on the embeddings": lambda: edited(pair(), lambda m: m[0].register_forward_hook(lambda *a: a[2] * 2)),
-    "hook on the encoding": lambda: edited(pair(), lambda m: m[1].register_forward_pre_hook(lambda m, a: (a[0] * 2,))),
-    "hook on the whole": lambda: edited(pair(), lambda m: m.register_forward_hook(lambda *a: a[2] * 2)),
-}
-
-
-@make.each("case", NOT_FUSIBLE)
-def test_fuse_refuses_what_computes_something_else(case):
-    module = case()
-    with pytest.raises(ValueError, match=rf"posenc_ext\.fuse: module must .* got {type(module).__name__}"):
-        posenc_ext.fuse(module)
-    # Inside a model it is left as it is.
-    model = nn.Sequential(nn.Sequential(pair(), nn.Identity()), module)
-    assert posenc_ext.fuse(model)[1] is module
-
-
-def test_fuse_keeps_a_scale_that_was_changed(ids):
-    """token_scale is a public attribute; models without the factor set it to 1."""
-    module = pair()
-    module[0].token_scale = 1.0
-    assert torch.equal(posenc_ext.fuse(module)(ids), module(ids))
-
-
-def test_fuse_keeps_sharing_a_layer_used_twice(ids):
-    """Encoder and decoder that share one input layer still share one after fusing."""
-    shared = pair()
-    model = nn.ModuleDict({"encoder": nn.ModuleDict({"embed": shared}), "decoder": nn.ModuleDict({"embed": shared})})
-    model["again"] = shared
-    expected = shared(ids)
-    posenc_ext.fuse(model)
-    layers = [model["encoder"]["embed"], model["decoder"]["embed"], model["again"]]
-    assert [type(m) for m in layers] == [posenc_ext.TransformerEmbedding] * 3
-    assert all(a is b for a, b in itertools.pairwise(layers))
-    assert torch.equal(layers[0](ids), expected)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 
 import make
+import numpy as np
 import pytest
 import torch
-from helpers import fields
+from helpers import fields, message
 from torch import Tensor, nn
 
 import posenc_ext
@@ -199,7 +201,7 @@ def around(inner: nn.Module) -> nn.ModuleDict:
 @pytest.mark.parametrize("nested", [False, True])
 @make.each(("key", "shape", "convention"), SPELLINGS)
 def test_tables_of_old_checkpoints_are_consumed(key, shape, convention, nested, strict):
-    inner = layer("PositionalEncoding", convention=convention)
+    inner = layer("PositionalEncoding", convention=convention, batch_first=shape != SEQUENCE_FIRST)
     module = around(inner) if nested else inner
     prefix = "encoder.pos." if nested else ""
     state = {**module.state_dict(), prefix + key: table(convention).reshape(shape)}
@@ -230,7 +232,9 @@ def test_tables_from_the_first_position(first):
     module.load_state_dict({"encodings": table("opennmt_tf", first=first)})
 
 
-@pytest.mark.parametrize(("lookup", "place"), [("weight", ""), ("lut.weight", ""), ("0.lut.weight", "1.")])
+@pytest.mark.parametrize(
+    ("lookup", "place"), [("weight", ""), ("lut.weight", ""), ("0.lut.weight", "1."), ("0.weight", "1.")]
+)
 @pytest.mark.parametrize("nested", [False, True])
 def test_transformer_embedding_loads_the_textbook_pair(lookup, place, nested):
     twin = nn.Sequential(reference.Embeddings(D, V), reference.PositionalEncoding(D, ROWS))
@@ -318,7 +322,6 @@ WRONG_TABLES = {
     "divided by sqrt(d)": lambda: table() / D**0.5,
     "one row wrong": lambda: table().index_copy(0, torch.tensor([40]), table()[41:42]),
     "moved by one": lambda: table(first=1),
-    "other base": lambda: torch.from_numpy(reference.sinusoid_table(range(ROWS), D, base=5000.0)).float(),
     "never filled": lambda: torch.zeros(ROWS, D),
     "one row of NaN": lambda: table().index_fill(0, torch.tensor(3), float("nan")),
     "all NaN": lambda: torch.full((ROWS, D), float("nan")),
@@ -360,6 +363,144 @@ def test_a_refusal_names_the_key_of_the_whole_checkpoint(prefix):
     model = around(layer())
     with pytest.raises(RuntimeError, match=f"'{prefix}pe'"):
         model.load_state_dict({**model.state_dict(), prefix + "pe": table("tensor2tensor")})
+
+
+@make.each("dtype", make.DTYPES)
+@make.each("found", ["vaswani", "tensor2tensor", "opennmt_tf", "musicgen", "sin_cos"])
+def test_a_table_of_another_base_is_refused_by_name_and_base(found, dtype):
+    """Two divisors make the same numbers of two bases; the round one is named."""
+    first = CONVENTIONS[found].first_position
+    for base in (500.0, 20000.0, 1e6):
+        convention = dataclasses.replace(CONVENTIONS[found], base=base)
+        numbers = reference.sinusoid_table(range(first, ROWS), D, **fields(convention))
+        state = {"pe": torch.from_numpy(numbers).to(dtype)}
+        with pytest.raises(RuntimeError, match=r"'pe' .* not that of convention 'xlm': it follows") as refusal:
+            layer("PositionalEncoding", convention="xlm").load_state_dict(state)
+        same = [c.name for c in NAMED if (c.divisor, c.layout) == (convention.divisor, convention.layout)]
+        assert any(f"it follows '{name}' with base {base:g}. " in str(refusal.value) for name in same)
+        layer("PositionalEncoding", convention=convention).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["PositionalEncoding", "TransformerEmbedding"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_shape_of_a_table_says_which_axis_is_the_sequence(batch_first, kind):
+    module = layer(kind, batch_first=batch_first)
+    fitting = [(ROWS, D), (1, 1, D), BATCH_FIRST if batch_first else SEQUENCE_FIRST]
+    for shape in fitting:
+        rows = table(rows=shape[0] * shape[1]) if len(shape) == 3 else table()
+        around(module).load_state_dict({"encoder.pos.pe": rows.reshape(shape)}, strict=False)
+    wrong = table().reshape(SEQUENCE_FIRST if batch_first else BATCH_FIRST)
+    words = f"the table 'encoder.pos.pe' in the checkpoint is {'sequence' if batch_first else 'batch'} first, "
+    words += f"{list(wrong.shape)}: construct the module with batch_first={not batch_first}"
+    with pytest.raises(RuntimeError, match=message(f"posenc_ext.{kind}: {words}")):
+        around(module).load_state_dict({"encoder.pos.pe": wrong}, strict=False)
+
+
+ODD_VALUES = {
+    "None": (lambda: None, "None"),
+    "list": (lambda: [[0.0] * D], "a list"),
+    "text": (lambda: "pe", "a str"),
+    "integers": (lambda: torch.zeros(ROWS, D, dtype=torch.int64), f"width {D}, got torch.int64 [{ROWS}, {D}]"),
+    "complex": (lambda: table().cfloat(), f"width {D}, got torch.complex64"),
+    "sparse": (lambda: table().to_sparse(), "a Tensor of layout torch.sparse_coo"),
+    "csr": (lambda: table().to_sparse_csr(), "a Tensor of layout torch.sparse_csr"),
+    "nested": (lambda: torch.nested.nested_tensor([table(), table(rows=3)]), "a nested Tensor"),
+    "subclass": (lambda: table().as_subclass(type("Mine", (Tensor,), {})), "a Mine"),
+    "objects": (lambda: np.array([None]), "an array of dtype object"),
+    "bytes in another order": (lambda: table().numpy().astype(">f4"), "an array of dtype >f4"),
+    "whole numbers": (lambda: np.zeros((ROWS, D), dtype=np.int32), "an array of dtype int32"),
+    "another convention": (lambda: table("marian").numpy(), "not that of convention 'vaswani'", "'marian'"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta)")
+@make.each("kind", ["PositionalEncoding", "TransformerEmbedding"])
+@make.each("case", ODD_VALUES)
+def test_odd_values_are_refused_in_words(case, kind):
+    value, *words = case
+    module = around(layer(kind))
+    with pytest.raises(RuntimeError, match=message(f"posenc_ext.{kind}: the table 'encoder.pos.pe'", *words)):
+        module.load_state_dict({**module.state_dict(), "encoder.pos.pe": value()})
+
+
+@make.each("dtype", ["float16", "float32", "float64"])
+def test_arrays_are_tables(dtype):
+    layer("PositionalEncoding").load_state_dict({"pe": table().numpy().astype(dtype)})
+
+
+def test_tables_without_numbers_are_dropped():
+    """On meta and under fake tensors, as large models are loaded, there is nothing to check but the shape."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for value in (table().to("meta"), FakeTensorMode().from_tensor(table())):
+        layer("PositionalEncoding").load_state_dict({"pe": value})
+        with pytest.raises(RuntimeError, match="is batch first"):
+            layer("PositionalEncoding", batch_first=False).load_state_dict({"pe": value.unsqueeze(0)})
+
+
+# ---- subclasses ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["PositionalEncoding", "TransformerEmbedding"])
+def test_what_a_subclass_owns_is_its_own(kind):
+    """Parameters, buffers and children under names of tables."""
+
+    class Mine(getattr(posenc_ext, kind)):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            self.positional_embedding = nn.Parameter(torch.randn(3, D))
+            self.register_buffer("pos_enc", torch.randn(2))
+            self.register_buffer("weights", torch.zeros(2), persistent=False)
+            self.encodings = nn.Linear(2, 2)
+            setattr(self, "1", nn.ParameterDict({"pe": nn.Parameter(torch.randn(4))}))
+
+    def made() -> nn.Module:
+        return Mine(V, D) if kind == "TransformerEmbedding" else Mine(D)
+
+    first, second = made(), made()
+    state = first.state_dict()
+    second.load_state_dict({**state, "weights": table()})  # what is not saved is no state
+    assert second.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in second.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"'encodings' .* not that of convention"):
+        second.load_state_dict({**state, "encodings": table("marian")})
+
+
+def test_a_weight_under_several_names_is_refused():
+    for names in (("lut.weight", "weight"), ("weight", "0.lut.weight"), ("lut.weight", "0.lut.weight", "0.weight")):
+        module = around(layer())
+        state = {f"encoder.pos.{name}": torch.randn(V, D) for name in names}
+        found = " and ".join(repr(key) for key in state)
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=message(f"posenc_ext.TransformerEmbedding: {found} are both")):
+                module.load_state_dict(state, strict=strict)
+
+
+class Subclass(posenc_ext.TransformerEmbedding):
+    pass
+
+
+@make.each("kind", {"class": posenc_ext.TransformerEmbedding, "subclass": Subclass})
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_old_files_load_in_every_way(nested, assign, kind):
+    """A file of the textbook pair, with its metadata, into modules on the CPU and on meta, strict or not."""
+    old = nn.Sequential(reference.Embeddings(D, V), reference.PositionalEncoding(D, ROWS))
+    file = io.BytesIO()
+    torch.save((around(old) if nested else old).state_dict(), file)
+    for strict in (True, False):
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        assert state._metadata
+        inner = kind(V, D, device="meta" if assign else None)
+        module = around(inner) if nested else inner
+        result = module.load_state_dict(state, strict=strict and not nested, assign=assign)
+        assert ([k for k in result.missing_keys if "proj" not in k], result.unexpected_keys) == ([], [])
+        assert torch.equal(inner.weight, old[0].lut.weight)
+        torch.testing.assert_close(inner(IDS), old(IDS), atol=4e-6, rtol=0)
+        state[("encoder.pos." if nested else "") + "1.pe"] = table("marian")
+        with pytest.raises(RuntimeError, match=r"1\.pe' .* it follows 'marian'"):
+            module.load_state_dict(state, strict=False, assign=assign)
 
 
 # ---- sharded state ---------------------------------------------------------------------------------------------------
@@ -410,10 +551,9 @@ def test_fully_sharded_training_step(kind, mesh):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the distributed package about itself
-def test_a_sharded_weight_without_its_module_is_refused_clearly(mesh):
-    """A DTensor that nothing has gathered: an error that says so, not a wrong lookup."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+def test_a_sharded_table_is_refused_in_words(mesh):
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
-    weight = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])
-    with pytest.raises((NotImplementedError, RuntimeError, ValueError), match=r"DTensor|sharding"):
-        functional.embed(IDS, weight)
+    value = distribute_tensor(table(), mesh, [Replicate()])
+    with pytest.raises(RuntimeError, match=r"the table 'pe' .* must be a dense tensor, got a DTensor"):
+        layer("PositionalEncoding").load_state_dict({"pe": value})

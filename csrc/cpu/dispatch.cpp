@@ -5,40 +5,48 @@
 
 #include "partition.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace posenc::cpu {
 namespace {
 
 struct Isa {
   const char* name;
   const Kernels* kernels;
-  bool runs_here;
 };
 
+#if defined(__x86_64__)
+// clang 14 has no __builtin_cpu_supports("f16c").
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
+// Those that this machine can run, best first.
 const std::vector<Isa>& isas() {
+  static const std::vector<Isa> list = [] {
+    std::vector<Isa> found;
 #if defined(__x86_64__)
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
-                  __builtin_cpu_supports("f16c");
-  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                  __builtin_cpu_supports("avx512vl");
+    const bool v3 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && has_f16c();
+    const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vl");
+    if (v4 && __builtin_cpu_supports("avx512bf16")) found.push_back({"x86-64-v4+bf16", &kernels_x86_64_v4_bf16});
+    if (v4) found.push_back({"x86-64-v4", &kernels_x86_64_v4});
+    if (v3) found.push_back({"x86-64-v3", &kernels_x86_64_v3});
 #endif
-  static const std::vector<Isa> list = {
-#if defined(__x86_64__)
-      {"x86-64-v4+bf16", &kernels_x86_64_v4_bf16, v4 && __builtin_cpu_supports("avx512bf16")},
-      {"x86-64-v4", &kernels_x86_64_v4, v4},
-      {"x86-64-v3", &kernels_x86_64_v3, v3},
-#endif
-      {"baseline", &kernels_baseline, true},
-  };
+    found.push_back({"baseline", &kernels_baseline});
+    return found;
+  }();
   return list;
 }
 
-const Isa& best_isa() {
-  return *std::find_if(isas().begin(), isas().end(), [](const Isa& isa) { return isa.runs_here; });
-}
-
 std::atomic<const Isa*>& active() {
-  static std::atomic<const Isa*> isa{&best_isa()};
+  static std::atomic<const Isa*> isa{&isas().front()};
   return isa;
 }
 
@@ -46,16 +54,15 @@ std::atomic<const Isa*>& active() {
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
-  for (const Isa& isa : isas())
-    if (isa.runs_here) names.emplace_back(isa.name);
+  for (const Isa& isa : isas()) names.emplace_back(isa.name);
   return names;
 }
 
-std::string active_isa() { return active().load(std::memory_order_relaxed)->name; }
+const char* active_isa() { return active().load(std::memory_order_relaxed)->name; }
 
 bool force_isa(const std::string& name) {
   for (const Isa& isa : isas()) {
-    if (isa.runs_here && name == isa.name) {
+    if (name == isa.name) {
       active().store(&isa, std::memory_order_relaxed);
       return true;
     }
@@ -90,3 +97,5 @@ void forward(const ForwardParams& params, ParallelFor parallel_for) {
 }
 
 }  // namespace posenc::cpu
+
+const char* posenc_ext_active_isa() { return posenc::cpu::active_isa(); }

@@ -9,15 +9,18 @@
 namespace posenc::cpu {
 
 // Place of the first id outside [0, rows), or -1.
-int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows);
+POSENC_API int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows);
 
-void forward(const ForwardParams& params, ParallelFor parallel_for);
+POSENC_API void forward(const ForwardParams& params, ParallelFor parallel_for);
 void backward(const BackwardParams& params, ParallelFor parallel_for);
 
 // Instruction sets built into this library that this machine can run, best first, and the one in use.
-std::vector<std::string> available_isas();
-std::string active_isa();
+POSENC_API std::vector<std::string> available_isas();
+POSENC_API const char* active_isa();
 // Uses `name` from now on; false if this machine or this build has no such set.
-bool force_isa(const std::string& name);
+POSENC_API bool force_isa(const std::string& name);
 
 }  // namespace posenc::cpu
+
+// active_isa() for those who look the name up in the loaded library.
+extern "C" POSENC_API const char* posenc_ext_active_isa();

@@ -6,7 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <mutex>
 
 #include "../frequency.h"
@@ -53,8 +53,10 @@ class Call {
   Call(Op op, int device, void* stream);
 
   const Launch& launch() const { return launch_; }
-  // The table in memory of the device. Its first use uploads it and waits for that.
-  Frequencies frequencies(const std::shared_ptr<const FrequencyTable>& table) const;
+  // The table in memory of the device. Its first use uploads it and waits for that. Up to kKeptTableBytes stay there,
+  // and every table that a graph under capture uses. Any other is uploaded by each call, in the order of its stream, to
+  // `scratch(bytes)`, which the caller must not free before the kernels are queued.
+  Frequencies frequencies(const FrequencyTable& table, const std::function<void*(int64_t)>& scratch) const;
   // Waits for the stream, reads a value of its device, and raises an out-of-range index that was found by then.
   int64_t read(const int32_t* value) const;
   // Raises what has gone wrong with the launches. With POSENC_EXT_SYNC_ERRORS=1 it waits for them too.
@@ -74,7 +76,7 @@ class Call {
 };
 
 // Waits for every device that was used, and raises an out-of-range index found on one.
-void check_errors();
+POSENC_API void check_errors();
 
 void forward(const ForwardParams& params, const Launch& launch);
 

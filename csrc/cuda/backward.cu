@@ -25,32 +25,24 @@ void sort_tokens(const GradientTokens& tokens, const GradientScratch& scratch, c
              scratch.order, tokens.count, bits_of(tokens.rows), launch.stream);
 }
 
-template <class T, bool vectors>
+template <class T>
 void launch_sums(const BackwardParams& params, const GradientTokens& tokens, const GradientScratch& scratch,
                  const Launch& launch) {
+  const bool vectors = params.width % kVector<T> == 0 && params.column_stride == 1 &&
+                       params.token_stride % kVector<T> == 0 && aligned(params.grad) && aligned(params.out);
   const int64_t units = vectors ? params.width / kVector<T> : params.width;
   const int64_t x = threads_along(units, kBackwardThreads), y = kBackwardThreads / x;
   const int64_t blocks_y = std::min(divide_up(units, x), kMostBlocksYZ);
   const dim3 block(x, y);
-  const auto grid = [&](int64_t rows) {
-    return dim3(blocks_for(rows, y, kFills * launch.resident_threads / (x * y * blocks_y)), blocks_y);
+  const auto grid = [&](int64_t count) {
+    return dim3(blocks_for(count, y, kFills * launch.resident_threads / (x * y * blocks_y)), blocks_y);
   };
+  const auto chunks = vectors ? sum_chunks<T, true> : sum_chunks<T, false>;
+  const auto rows = vectors ? sum_rows<T, true> : sum_rows<T, false>;
   // Up to kSumChunk tokens in all, no segment has a second chunk.
   if (tokens.count > kSumChunk)
-    POSENC_LAUNCH((sum_chunks<T, vectors>), grid(tokens.count / kSumChunk + 1), block, launch.stream, params, tokens,
-                  scratch);
-  POSENC_LAUNCH((sum_rows<T, vectors>), grid(params.rows), block, launch.stream, params, scratch);
-}
-
-template <Dtype dtype>
-void launch_sums(const BackwardParams& params, const GradientTokens& tokens, const GradientScratch& scratch,
-                 const Launch& launch) {
-  using T = typename ElementOf<dtype>::type;
-  const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
-  if (params.width % kVector<T> == 0 && params.column_stride == 1 && params.token_stride % kVector<T> == 0 &&
-      aligned(params.grad) && aligned(params.out))
-    return launch_sums<T, true>(params, tokens, scratch, launch);
-  launch_sums<T, false>(params, tokens, scratch, launch);
+    POSENC_LAUNCH(chunks, grid(tokens.count / kSumChunk + 1), block, launch.stream, params, tokens, scratch);
+  POSENC_LAUNCH(rows, grid(params.rows), block, launch.stream, params, scratch);
 }
 
 void sum_segments(const BackwardParams& params, const GradientTokens& tokens, const GradientScratch& scratch,
@@ -59,12 +51,7 @@ void sum_segments(const BackwardParams& params, const GradientTokens& tokens, co
     POSENC_LAUNCH(find_segments, blocks_of_tokens(tokens, launch), kBackwardThreads, launch.stream, tokens, scratch,
                   segment_rows);
   if (params.rows == 0) return;
-  switch (params.dtype) {
-    case Dtype::float32: return launch_sums<Dtype::float32>(params, tokens, scratch, launch);
-    case Dtype::float64: return launch_sums<Dtype::float64>(params, tokens, scratch, launch);
-    case Dtype::bfloat16: return launch_sums<Dtype::bfloat16>(params, tokens, scratch, launch);
-    case Dtype::float16: return launch_sums<Dtype::float16>(params, tokens, scratch, launch);
-  }
+  with_element(params.dtype, [&](auto element) { launch_sums<decltype(element)>(params, tokens, scratch, launch); });
 }
 
 }  // namespace
@@ -99,7 +86,8 @@ void backward(const GradientTokens& tokens, const BackwardParams& params, const 
   if (params.rows == 0) return;
   // Empty segments stay empty: begin = end = 0.
   const size_t gap = reinterpret_cast<char*>(scratch.end) - reinterpret_cast<char*>(scratch.begin);
-  cudaMemsetAsync(scratch.begin, 0, gap + sizeof(int32_t) * params.rows, static_cast<cudaStream_t>(launch.stream));
+  const size_t bytes = gap + sizeof(int32_t) * params.rows;
+  check(cudaMemsetAsync(scratch.begin, 0, bytes, static_cast<cudaStream_t>(launch.stream)), "clearing the segments");
   if (tokens.count > 0) sort_tokens(tokens, scratch, launch);
   sum_segments(params, tokens, scratch, nullptr, launch);
 }

@@ -126,20 +126,19 @@ struct ColumnSums {
     return sum;
   }
 
-  __device__ __forceinline__ Sum& partial(int64_t slot) const {
-    return *reinterpret_cast<Sum*>(static_cast<acc_t*>(scratch.partials) + slot * params.width + column);
+  __device__ __forceinline__ Sum& partial(int64_t n) const {
+    return *reinterpret_cast<Sum*>(static_cast<acc_t*>(scratch.partials) + n * params.width + column);
   }
 };
 
-// The chunk whose sum lies in row `slot` of the partials. Of all chunks but the first of each segment, at most one
-// begins among the tokens [kSumChunk * slot, kSumChunk * (slot + 1)). So where a chunk begins says where its sum is
-// kept, and the sums of a segment follow one another. Such a chunk belongs to the segment that goes on across the start
-// of the slot.
+// The chunk whose sum is partial number `n`. Of all chunks but the first of each segment, at most one begins among the
+// tokens [kSumChunk * n, kSumChunk * (n + 1)). So where a chunk begins says where its sum is kept, and the partials of
+// a segment follow one another. Such a chunk belongs to the segment that goes on across token kSumChunk * n.
 struct Chunk {
   int64_t first = 0, last = 0;
 
-  __device__ __forceinline__ Chunk(const GradientTokens& tokens, const GradientScratch& scratch, int64_t slot) {
-    const int64_t edge = slot * kSumChunk;
+  __device__ __forceinline__ Chunk(const GradientTokens& tokens, const GradientScratch& scratch, int64_t n) {
+    const int64_t edge = n * kSumChunk;
     if (edge == 0 || edge >= tokens.count) return;
     const uint32_t key = scratch.sorted_keys[edge];
     if (key >= tokens.rows || scratch.sorted_keys[edge - 1] != key) return;
@@ -156,15 +155,14 @@ template <class T, bool vectors>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
     sum_chunks(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch) {
   using Sums = ColumnSums<T, vectors>;
-  const int64_t slots = tokens.count / kSumChunk + 1;
-  for (int64_t slot = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; slot < slots;
-       slot += int64_t{gridDim.x} * blockDim.y) {
-    const Chunk chunk(tokens, scratch, slot);
+  const int64_t partials = tokens.count / kSumChunk + 1;
+  for (int64_t n = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; n < partials; n += int64_t{gridDim.x} * blockDim.y) {
+    const Chunk chunk(tokens, scratch, n);
     if (chunk.first == chunk.last) continue;
     for (int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * Sums::kCount; column < params.width;
          column += int64_t{gridDim.y} * blockDim.x * Sums::kCount) {
       const Sums columns{params, scratch, column};
-      columns.partial(slot) = columns.sum_chunk(chunk.first, chunk.last);
+      columns.partial(n) = columns.sum_chunk(chunk.first, chunk.last);
     }
   }
 }
@@ -185,9 +183,9 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
       typename Sums::Sum total = {};
       if (end > begin) {
         total = columns.sum_chunk(begin, begin + kSumChunk < end ? begin + kSumChunk : end);
-        int64_t slot = begin / kSumChunk + 1;
-        for (int64_t at = begin + kSumChunk; at < end; at += kSumChunk, ++slot) {
-          const typename Sums::Sum partial = columns.partial(slot);
+        int64_t n = begin / kSumChunk + 1;
+        for (int64_t at = begin + kSumChunk; at < end; at += kSumChunk, ++n) {
+          const typename Sums::Sum partial = columns.partial(n);
 #pragma unroll
           for (int i = 0; i < Sums::kCount; ++i) total.of[i] += partial.of[i];
         }

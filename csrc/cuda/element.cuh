@@ -2,6 +2,7 @@
 // and stored at once.
 #pragma once
 
+#include <tuple>
 #include <type_traits>
 
 #include "../params.h"
@@ -10,24 +11,21 @@
 
 namespace posenc::cuda {
 
+// In the order of Dtype.
+using ElementTypes = std::tuple<float, double, __nv_bfloat16, __half>;
 template <Dtype dtype>
-struct ElementOf;
-template <>
-struct ElementOf<Dtype::float32> {
-  using type = float;
-};
-template <>
-struct ElementOf<Dtype::float64> {
-  using type = double;
-};
-template <>
-struct ElementOf<Dtype::bfloat16> {
-  using type = __nv_bfloat16;
-};
-template <>
-struct ElementOf<Dtype::float16> {
-  using type = __half;
-};
+using ElementOf = std::tuple_element_t<static_cast<size_t>(dtype), ElementTypes>;
+
+// Calls body with an element of that type.
+template <class Body>
+void with_element(Dtype dtype, const Body& body) {
+  switch (dtype) {
+    case Dtype::float32: return body(float{});
+    case Dtype::float64: return body(double{});
+    case Dtype::bfloat16: return body(__nv_bfloat16{});
+    case Dtype::float16: return body(__half{});
+  }
+}
 
 // What is computed with.
 template <class T>

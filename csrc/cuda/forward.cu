@@ -1,12 +1,13 @@
 #include "forward.h"
 
+#include "element.cuh"
+#include "launch_config.h"
+
 namespace posenc::cuda {
 namespace {
 
-bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
 // The stride of an axis with one entry means nothing.
-bool aligned(const TokenStrides& strides, const ForwardParams& params) {
+bool strides_aligned(const TokenStrides& strides, const ForwardParams& params) {
   const int64_t size = element_size(params.dtype);
   return (params.tokens.batch == 1 || strides.batch * size % 16 == 0) &&
          (params.tokens.seq == 1 || strides.seq * size % 16 == 0);
@@ -20,7 +21,7 @@ bool aligned(const Frequencies& frequencies) {
 bool base_is_aligned(const ForwardParams& params) {
   if (params.source == Source::none) return true;
   if (params.column_stride != 1 || !aligned(params.base)) return false;
-  return params.source == Source::dense ? aligned(params.base_strides, params)
+  return params.source == Source::dense ? strides_aligned(params.base_strides, params)
                                         : params.row_stride * element_size(params.dtype) % 16 == 0;
 }
 
@@ -39,7 +40,7 @@ KernelVariant choose(const ForwardParams& params) {
   }
   const int64_t unit_bytes = variant.arrangement == Arrangement::halves ? 32 : 16;
   variant.vectors = has_kernel && columns.width * element_size(params.dtype) % unit_bytes == 0 && aligned(params.out) &&
-                    aligned(params.out_strides, params) && base_is_aligned(params);
+                    strides_aligned(params.out_strides, params) && base_is_aligned(params);
   return variant;
 }
 
@@ -48,12 +49,7 @@ KernelVariant choose(const ForwardParams& params) {
 void forward(const ForwardParams& params, const Launch& launch) {
   if (params.tokens.count() == 0 || params.encoding.columns.width == 0) return;
   const KernelVariant variant = choose(params);
-  switch (params.dtype) {
-    case Dtype::float32: return launch_forward<Dtype::float32>(params, variant, launch);
-    case Dtype::float64: return launch_forward<Dtype::float64>(params, variant, launch);
-    case Dtype::bfloat16: return launch_forward<Dtype::bfloat16>(params, variant, launch);
-    case Dtype::float16: return launch_forward<Dtype::float16>(params, variant, launch);
-  }
+  with_element(params.dtype, [&](auto element) { launch_forward<decltype(element)>(params, variant, launch); });
 }
 
 }  // namespace posenc::cuda

@@ -32,9 +32,9 @@ __global__ void forward_columns(const ForwardParams params, const ForwardLaunch 
 
 #if !defined(POSENC_KERNELS_FROM_PTX)
 
-// Rows of the batch: those of a thread are row_step() apart.
-__device__ __forceinline__ int64_t first_row() { return blockIdx.z * int64_t{blockDim.z} + threadIdx.z; }
-__device__ __forceinline__ int64_t row_step() { return int64_t{gridDim.z} * blockDim.z; }
+// The rows of the batch that a thread writes are batch_row_step() apart.
+__device__ __forceinline__ int64_t first_batch_row() { return blockIdx.z * int64_t{blockDim.z} + threadIdx.z; }
+__device__ __forceinline__ int64_t batch_row_step() { return int64_t{gridDim.z} * blockDim.z; }
 
 // ---- one column at a time: every layout, every position
 
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
          t += int64_t{gridDim.x} * blockDim.y) {
       SinCos<acc_of<T>> pair = {};
       bool made = false;
-      for (int64_t b = first_row(); b < params.tokens.batch; b += row_step()) {
+      for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
         const auto token = token_of<source, acc_of<T>>(params, b, t);
         if (!encoding.columns.encoded) {
           store_column<T, source, false>(params, token, unit, 0);
@@ -100,9 +100,9 @@ struct alignas(count < 4 ? 4 * count : 16) Words {
 // Rows of the batch that a thread loads before it uses the first: as many as registers hold on every architecture. In
 // halves a row is two vectors.
 template <class T, Arrangement arrangement, Mode mode>
-constexpr int kRowsInFlight = mode != Mode::shared                                              ? 1
-                              : std::is_same_v<T, double> || arrangement == Arrangement::halves ? 2
-                                                                                                : 4;
+constexpr int kBatchRowsInFlight = mode != Mode::shared                                              ? 1
+                                   : std::is_same_v<T, double> || arrangement == Arrangement::halves ? 2
+                                                                                                     : 4;
 
 // The columns of one thread, and what it does with them.
 //
@@ -183,7 +183,7 @@ struct VectorColumns {
     return values;
   }
 
-  // The rows first, first + step, ... Returns whether one of them needs the fixup.
+  // The rows first, first + step, ... of the batch. Returns whether one of them needs the fixup.
   template <int count>
   __device__ __forceinline__ bool write(int64_t first, int64_t step, int64_t t, const Values& shared) const {
     Token<acc_t> tokens[count];
@@ -231,7 +231,7 @@ struct VectorColumns {
   // Out-of-range ids have their NaN already and are recorded here. Far positions are written here, by the general
   // formulas and one column at a time, because for a whole vector those would be most of the kernel.
   __device__ __forceinline__ void fixup(int64_t t, const ErrorSink& errors) const {
-    for (int64_t b = first_row(); b < params.tokens.batch; b += row_step()) {
+    for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
       const auto token = token_of<source, acc_t>(params, b, t);
       if (!token.in_range && unit == 0) record_id(params, b, t, errors);
       if (!is_far(token.position)) continue;
@@ -247,8 +247,8 @@ template <class T, Source source, Arrangement arrangement, Mode mode>
 __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
     forward_vectors(const ForwardParams params, const ForwardLaunch launch) {
   using Thread = VectorColumns<T, source, arrangement, mode>;
-  constexpr int kRows = kRowsInFlight<T, arrangement, mode>;
-  const int64_t batch = params.tokens.batch, step = row_step();
+  constexpr int kBatchRows = kBatchRowsInFlight<T, arrangement, mode>;
+  const int64_t batch = params.tokens.batch, step = batch_row_step();
   for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
        unit += int64_t{gridDim.y} * blockDim.x) {
     const Thread columns(params, unit);
@@ -262,10 +262,10 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
         shared = columns.encode(position);
       }
       if (!slow) {
-        int64_t b = first_row();
-        for (; b + (kRows - 1) * step < batch; b += kRows * step)
-          slow |= columns.template write<kRows>(b, step, t, shared);
-        for (; kRows > 1 && b < batch; b += step) slow |= columns.template write<1>(b, step, t, shared);
+        int64_t b = first_batch_row();
+        for (; b + (kBatchRows - 1) * step < batch; b += kBatchRows * step)
+          slow |= columns.template write<kBatchRows>(b, step, t, shared);
+        for (; kBatchRows > 1 && b < batch; b += step) slow |= columns.template write<1>(b, step, t, shared);
       }
       if (slow) columns.fixup(t, launch.errors);
     }

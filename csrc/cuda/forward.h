@@ -27,7 +27,7 @@ struct KernelVariant {
 };
 
 // Compiled once for each element type, at the same time: see forward_kernels.cu.
-template <Dtype dtype>
+template <class T>
 void launch_forward(const ForwardParams& params, const KernelVariant& variant, const Launch& launch);
 
 }  // namespace posenc::cuda

@@ -29,11 +29,10 @@ Kernel kernel_of(const KernelVariant& variant) {
 
 }  // namespace
 
-// Enough threads to fill the device first, then more rows for each, so that what a thread prepares serves more tokens.
-// A decode step (few tokens, one position) gets a row or two a thread, a training batch whole columns.
-template <Dtype dtype>
+// Enough threads to fill the device first, then more rows of the batch for each, so that what a thread prepares serves
+// more tokens. A decode step (few tokens, one position) gets a row or two a thread, a training batch whole columns.
+template <class T>
 void launch_forward(const ForwardParams& params, const KernelVariant& variant, const Launch& launch) {
-  using T = typename ElementOf<dtype>::type;
   const Columns& columns = params.encoding.columns;
   ForwardLaunch call;
   call.errors = launch.errors;
@@ -58,6 +57,6 @@ void launch_forward(const ForwardParams& params, const KernelVariant& variant, c
   POSENC_LAUNCH(kernel, grid, block, launch.stream, params, call);
 }
 
-template void launch_forward<Dtype::POSENC_DTYPE>(const ForwardParams&, const KernelVariant&, const Launch&);
+template void launch_forward<ElementOf<Dtype::POSENC_DTYPE>>(const ForwardParams&, const KernelVariant&, const Launch&);
 
 }  // namespace posenc::cuda

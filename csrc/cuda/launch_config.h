@@ -10,6 +10,9 @@ constexpr int64_t kMostBlocksYZ = 65535, kMostThreadsZ = 64;  // of the hardware
 // A grid has threads to fill the device so many times at most; then they loop.
 constexpr int64_t kFills = 4;
 
+// Whether 16 bytes can be loaded and stored at once.
+inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline int64_t power_of_two_from(int64_t count) {

@@ -1,6 +1,9 @@
-// What a kernel file needs of its compiler. nvcc builds it for a GPU. The tests also build it with g++, where
-// tests/cuda_on_cpu/cuda_shim.h stands in for the device.
+// What a kernel file needs of its compiler, and errors of the CUDA runtime as exceptions. nvcc builds it for a GPU. The
+// tests also build it with g++, where tests/cuda_on_cpu/cuda_shim.h stands in for the device.
 #pragma once
+
+#include <stdexcept>
+#include <string>
 
 #if defined(POSENC_CUDA_ON_CPU)
 #include "cuda_shim.h"  // brings POSENC_LAUNCH
@@ -12,3 +15,13 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+namespace posenc::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // raised here; the runtime would report it again after the next launch
+  throw std::runtime_error(std::string("posenc_ext: ") + what + " failed: " + cudaGetErrorString(error));
+}
+
+}  // namespace posenc::cuda

@@ -1,5 +1,6 @@
 #include "runtime.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -23,6 +24,38 @@ class OutsideCapture {
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// ---- frequencies
+
+// The arrays of a table, one after the other.
+class PackedTable {
+ public:
+  explicit PackedTable(const FrequencyTable& table)
+      : stride_((static_cast<int64_t>(table.angular.size()) + 3) / 4 * 4), words_(5 * stride_, 0) {
+    for (int64_t i = 0; i < 4; ++i)
+      std::copy(table.turns[i].begin(), table.turns[i].end(), words_.begin() + i * stride_);
+    std::memcpy(words_.data() + 4 * stride_, table.angular.data(), table.angular.size() * sizeof(float));
+  }
+
+  int64_t bytes() const { return static_cast<int64_t>(words_.size() * sizeof(uint32_t)); }
+
+  // The source is pageable, so it has been read when this returns, though it may not have arrived.
+  void copy_to(void* memory, cudaStream_t stream) const {
+    check(cudaMemcpyAsync(memory, words_.data(), bytes(), cudaMemcpyHostToDevice, stream), "uploading frequencies");
+  }
+
+  Frequencies view(const void* memory) const {
+    const auto* first = static_cast<const uint32_t*>(memory);
+    Frequencies result;
+    for (int64_t i = 0; i < 4; ++i) result.turns[i] = first + i * stride_;
+    result.angular = reinterpret_cast<const float*>(first + 4 * stride_);
+    return result;
+  }
+
+ private:
+  int64_t stride_;  // of words, so that every array is aligned
+  std::vector<uint32_t> words_;
 };
 
 // ---- devices
@@ -124,28 +157,27 @@ Device::Device(int device) : index(device) {
   checks = std::make_unique<ErrorRecord>(copies_);
 }
 
-Frequencies Device::frequencies(const std::shared_ptr<const FrequencyTable>& table) {
-  const std::lock_guard<std::mutex> lock(uploads_mutex_);
-  const auto found = uploads_.find(table.get());
-  if (found != uploads_.end()) return found->second.view;
+std::optional<Frequencies> Device::frequencies(const FrequencyTable& table, const std::function<bool()>& capturing) {
+  const std::lock_guard<std::mutex> lock(frequencies_mutex_);
+  const auto found = frequencies_.find(table.key);
+  if (found != frequencies_.end()) return found->second;
 
-  constexpr int64_t kArrays = 5;
-  const int64_t stride = (table->pairs + kFrequencyPadding + 3) / 4 * 4;  // of words, so that every array is aligned
-  std::vector<uint32_t> words(kArrays * stride, 0);
-  for (int64_t i = 0; i < 4; ++i) std::copy(table->turns[i].begin(), table->turns[i].end(), words.begin() + i * stride);
-  std::memcpy(words.data() + 4 * stride, table->angular.data(), table->angular.size() * sizeof(float));
-
+  const PackedTable packed(table);
+  const bool room = frequency_bytes_ + packed.bytes() <= kKeptTableBytes;
+  const bool needed = capturing();
+  if (!room && !needed) return std::nullopt;
   const OutsideCapture outside;
-  uint32_t* memory = nullptr;
-  const size_t bytes = words.size() * sizeof(uint32_t);
-  check(cudaMalloc(&memory, bytes), "allocating device memory");
-  check(cudaMemcpyAsync(memory, words.data(), bytes, cudaMemcpyHostToDevice, copies_), "uploading frequencies");
+  void* memory = nullptr;
+  const cudaError_t error = cudaMalloc(&memory, packed.bytes());
+  if (error == cudaErrorMemoryAllocation && !needed) {
+    cudaGetLastError();  // seen here; the runtime would report it again after the next launch
+    return std::nullopt;
+  }
+  check(error, "allocating device memory");
+  packed.copy_to(memory, copies_);
   check(cudaStreamSynchronize(copies_), "uploading frequencies");
-  Frequencies view;
-  for (int64_t i = 0; i < 4; ++i) view.turns[i] = memory + i * stride;
-  view.angular = reinterpret_cast<const float*>(memory + 4 * stride);
-  uploads_.emplace(table.get(), Upload{table, view});
-  return view;
+  frequency_bytes_ += packed.bytes();
+  return frequencies_[table.key] = packed.view(memory);
 }
 
 // ---- calls
@@ -168,8 +200,12 @@ bool Call::capturing() const {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Frequencies Call::frequencies(const std::shared_ptr<const FrequencyTable>& table) const {
-  return device_of(device_).frequencies(table);
+Frequencies Call::frequencies(const FrequencyTable& table, const std::function<void*(int64_t)>& scratch) const {
+  if (const auto kept = device_of(device_).frequencies(table, [this] { return capturing(); })) return *kept;
+  const PackedTable packed(table);
+  void* memory = scratch(packed.bytes());
+  packed.copy_to(memory, static_cast<cudaStream_t>(launch_.stream));
+  return packed.view(memory);
 }
 
 int64_t Call::read(const int32_t* value) const {

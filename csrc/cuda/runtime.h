@@ -1,25 +1,17 @@
-// What is kept for each device: its size, the place where out-of-range indices are recorded, frequencies. And errors of
-// the CUDA runtime as exceptions.
+// What is kept for each device: its size, the place where out-of-range indices are recorded, frequencies.
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
-#include <string>
-#include <unordered_map>
+#include <optional>
 
 #include "../frequency.h"
 #include "backend.h"
+#include "platform.cuh"
 
 namespace posenc::cuda {
-
-inline void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // raised here; the runtime would report it again after the next launch
-  throw std::runtime_error(std::string("posenc_ext: ") + what + " failed: " + cudaGetErrorString(error));
-}
 
 // Where kernels leave the first out-of-range index, and how the host learns of it and takes it.
 class ErrorRecord {
@@ -48,7 +40,9 @@ class ErrorRecord {
 // of the calling thread must be this one.
 struct Device {
   explicit Device(int device);
-  Frequencies frequencies(const std::shared_ptr<const FrequencyTable>& table);
+  // The table in memory that is never freed, so that no kernel and no graph can lose it; nothing once that memory is
+  // full, unless `capturing`.
+  std::optional<Frequencies> frequencies(const FrequencyTable& table, const std::function<bool()>& capturing);
 
   const int index;
   int64_t resident_threads = 0;
@@ -57,14 +51,10 @@ struct Device {
   std::mutex checks_mutex;
 
  private:
-  struct Upload {
-    std::shared_ptr<const FrequencyTable> table;  // keeps the address that is the key
-    Frequencies view;
-  };
-
   cudaStream_t copies_ = nullptr;
-  std::mutex uploads_mutex_;
-  std::unordered_map<const FrequencyTable*, Upload> uploads_;
+  std::mutex frequencies_mutex_;
+  std::map<FrequencyKey, Frequencies> frequencies_;
+  int64_t frequency_bytes_ = 0;
 };
 
 }  // namespace posenc::cuda

@@ -4,7 +4,7 @@
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 
-#include "runtime.h"
+#include "platform.cuh"
 
 namespace posenc::cuda {
 

@@ -1,5 +1,4 @@
-// The CUDA backend of a build without nvcc.
-#if !defined(POSENC_WITH_CUDA)
+// The CUDA backend of a build without nvcc; other builds leave this file out.
 
 #include <stdexcept>
 
@@ -16,7 +15,7 @@ namespace {
 }  // namespace
 
 Call::Call(Op op, int device, void*) : op_(op), device_(device) { refuse(); }
-Frequencies Call::frequencies(const std::shared_ptr<const FrequencyTable>&) const { refuse(); }
+Frequencies Call::frequencies(const FrequencyTable&, const std::function<void*(int64_t)>&) const { refuse(); }
 int64_t Call::read(const int32_t*) const { refuse(); }
 void Call::finish() const { refuse(); }
 void Call::finish_and_wait() const { refuse(); }
@@ -36,5 +35,3 @@ void backward_of_segments(const GradientTokens&, const BackwardParams&, const Gr
 }
 
 }  // namespace posenc::cuda
-
-#endif  // POSENC_WITH_CUDA

@@ -1,35 +1,28 @@
 // Checks of the arguments that are tensors. A message names op, argument, requirement and the value it got.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "../cpu/dispatch.h"
-#include "../errors.h"
 #include "../params.h"
+#include "allocate.h"
 
 namespace posenc {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-inline std::string text(IntHeaderOnlyArrayRef sizes) {
-  std::string result = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) result += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
-  return result + "]";
-}
-
-inline const char* text(ScalarType type) { return torch::headeronly::toString(type); }
-
 inline bool equal(IntHeaderOnlyArrayRef a, IntHeaderOnlyArrayRef b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
+}
+
+// The dispatcher takes None for a tensor and hands on one that is none.
+inline void check_defined(const Tensor& tensor, const char* op, const char* argument) {
+  POSENC_CHECK(tensor.defined(), op, argument, " must be a tensor, got None");
+}
+
+inline void check_width(int64_t width, const char* op) {
+  POSENC_CHECK(width >= 1, op, "the width (d_model) must be positive, got ", width);
+  POSENC_CHECK(width <= kMostColumns, op, "the width (d_model) must be at most ", kMostColumns, ", got ", width);
 }
 
 inline Dtype dtype_of(ScalarType type, const char* op, const char* argument) {
@@ -44,20 +37,34 @@ inline Dtype dtype_of(ScalarType type, const char* op, const char* argument) {
       message(op, argument, " must have dtype float32, float64, bfloat16 or float16, got ", text(type)));
 }
 
+// Bytes from the first element of a tensor to the end of the last one.
+inline int64_t bytes_reached(const Tensor& tensor) {
+  int64_t last = 0;
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return 0;
+    last += (sizes[i] - 1) * strides[i];
+  }
+  return (last + 1) * static_cast<int64_t>(tensor.element_size());
+}
+
+// A storage can be freed or cut under a tensor, as sharding does between uses; the tensor does not know.
+inline void check_storage(const Tensor& tensor, const char* op, const char* argument) {
+  const int64_t bytes = bytes_reached(tensor);
+  if (bytes == 0) return;
+  const int64_t needed = bytes + tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+  int64_t held = 0;
+  aoti_torch_get_storage_size(tensor.get(), &held);  // 0 where there is no storage
+  POSENC_CHECK(needed <= held, op, argument, " must have its memory: shape ", text(tensor.sizes()),
+               " needs a storage of ", needed, " bytes, got ", held);
+}
+
 inline Integers integers_of(const Tensor& tensor, const char* op, const char* argument) {
   const ScalarType type = tensor.scalar_type();
   POSENC_CHECK(type == ScalarType::Long || type == ScalarType::Int, op, argument,
                " must have dtype int64 or int32, got ", text(type));
+  check_storage(tensor, op, argument);
   return {tensor.const_data_ptr(), type == ScalarType::Long};
-}
-
-inline std::string device_text(const Tensor& tensor) {
-  int32_t type = 0;
-  aoti_torch_get_device_type(tensor.get(), &type);
-  const std::string name = type == aoti_torch_device_type_cpu()    ? "cpu"
-                           : type == aoti_torch_device_type_cuda() ? "cuda"
-                                                                   : "device type " + std::to_string(type);
-  return tensor.is_cpu() ? name : name + ":" + std::to_string(tensor.get_device_index());
 }
 
 inline void check_same_device(const Tensor& tensor, const char* argument, const Tensor& other, const char* other_name,
@@ -70,9 +77,11 @@ inline void check_same_device(const Tensor& tensor, const char* argument, const 
 // Token ids, contiguous; `input` becomes a copy where it was not. On a GPU the kernels check the range, since to look
 // at ids here would be to wait for the device. An empty table has no id in range, so it is refused here.
 inline Integers checked_ids(Tensor& input, int64_t rows, const char* op) {
-  integers_of(input, op, "input");
-  if (!input.is_contiguous()) input = torch::stable::contiguous(input);
-  const Integers ids = integers_of(input, op, "input");
+  Integers ids = integers_of(input, op, "input");
+  if (!input.is_contiguous()) {
+    input = contiguous_copy(input);
+    ids.data = input.const_data_ptr();
+  }
   if (!input.is_cpu()) {
     if (rows == 0 && input.numel() > 0)
       throw std::out_of_range(message(op, "input must hold ids in [0, 0), got ", input.numel(), " ids"));
@@ -89,10 +98,7 @@ inline Integers checked_ids(Tensor& input, int64_t rows, const char* op) {
 // The first byte that a tensor can reach, and the last.
 inline std::pair<const char*, const char*> reach(const Tensor& tensor) {
   const char* first = static_cast<const char*>(tensor.const_data_ptr());
-  int64_t last = 0;
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
-  return {first, first + (last + 1) * static_cast<int64_t>(tensor.element_size()) - 1};
+  return {first, first + bytes_reached(tensor) - 1};
 }
 
 inline void check_disjoint(const Tensor& out, const Tensor& input, const char* argument, const char* op) {

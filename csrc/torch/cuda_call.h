@@ -36,6 +36,10 @@ class CudaCall {
   const cuda::Call& operator*() const { return call_; }
   const cuda::Call* operator->() const { return &call_; }
 
+  Frequencies frequencies(const FrequencyTable& table) {
+    return call_.frequencies(table, [this](int64_t bytes) { return scratch(bytes); });
+  }
+
   // Freed when this ends; the allocator gives it to later work on the same stream only.
   void* scratch(int64_t bytes) {
     scratch_ = empty({bytes}, ScalarType::Byte, like_);

@@ -42,6 +42,7 @@ void check_out(const Tensor& out, const std::vector<int64_t>& sizes, ScalarType 
   POSENC_CHECK(equal(got, required), op, "out must have shape ", text(required), ", got ", text(got));
   POSENC_CHECK(column_stride(out) == 1, op,
                "out must have contiguous columns (stride 1 in its last axis), got strides ", text(strides));
+  check_storage(out, op, "out");
   POSENC_CHECK(!overlaps_itself(out), op, "out must not overlap itself, got shape ", text(got), " with strides ",
                text(strides));
 }
@@ -65,6 +66,9 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   // What has the device, the dtype and the width of the output.
   const Tensor& like = args.weight ? *args.weight : args.x ? *args.x : *args.positions;
   const char* like_name = args.weight ? "weight" : args.x ? "x" : "positions";
+  check_defined(like, op, like_name);
+  if (args.input) check_defined(*args.input, op, "input");
+  if (args.out) check_defined(*args.out, op, "out");
   const ScalarType type = params.source == Source::none ? args.dtype : like.scalar_type();
   params.dtype = dtype_of(type, op, params.source != Source::none ? like_name : args.out ? "out" : "dtype");
   int64_t width = args.d_model;
@@ -81,8 +85,9 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     token_sizes = {token_sizes.data(), token_sizes.size() - 1};
   }
   const int64_t d_model = args.d_model < 0 ? width : args.d_model;
-  POSENC_CHECK(d_model >= 1, op, "the width (d_model) must be positive, got ", d_model);
+  check_width(d_model, op);
   check_part(op, "first_column", args.first_column, width, "d_model", d_model);
+  if (params.source != Source::none) check_storage(like, op, like_name);
   const size_t axes = token_sizes.size();
   params.tokens = tokens_of(token_sizes, sequence_first);
 
@@ -170,8 +175,8 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     write_blocks(table->view(), [&] { cpu::forward(params, torch_parallel_for); });
     return result;
   }
-  const CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
-  write_blocks(call->frequencies(table), [&] { cuda::forward(params, call->launch()); });
+  CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
+  write_blocks(call.frequencies(*table), [&] { cuda::forward(params, call->launch()); });
   call->finish();
   return result;
 }
@@ -268,6 +273,7 @@ Tensor positional_encoding(Tensor positions, int64_t d_model, int64_t offset, do
 
 void positional_encoding_out(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags,
                              Tensor out) {
+  check_defined(out, "positional_encoding", "out");
   encode(positions, d_model, offset, base, flags, out.scalar_type(), &out);
 }
 

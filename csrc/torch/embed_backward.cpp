@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
+#include <new>
 #include <numeric>
 #include <tuple>
 
@@ -22,17 +23,19 @@ struct GradientCall {
   GradientCall(Tensor grad_given, Tensor input_given, int64_t num_weights, double token_scale, int64_t padding_idx,
                bool scale_grad_by_freq, const char* op)
       : grad(std::move(grad_given)), input(std::move(input_given)) {
+    check_defined(grad, op, "grad");
+    check_defined(input, op, "input");
     params.dtype = dtype_of(grad.scalar_type(), op, "grad");
     POSENC_CHECK(num_weights >= 0, op, "num_weights must not be negative, got ", num_weights);
     POSENC_CHECK(padding_idx < num_weights || padding_idx < 0, op, "padding_idx must be below num_weights (",
                  num_weights, "), got ", padding_idx);
-    integers_of(input, op, "input");
     check_same_device(input, "input", grad, "grad", op);
     const auto sizes = grad.sizes(), token_sizes = input.sizes();
     POSENC_CHECK(sizes.size() == token_sizes.size() + 1 && equal({sizes.data(), token_sizes.size()}, token_sizes), op,
                  "grad must have the shape of input ", text(token_sizes), " and one axis more, got ", text(sizes));
+    check_storage(grad, op, "grad");
     params.width = sizes[sizes.size() - 1];
-    POSENC_CHECK(params.width >= 1, op, "the width (last axis) of grad must be positive, got ", params.width);
+    check_width(params.width, op);
     tokens = {checked_ids(input, num_weights, op), input.numel(), num_weights, padding_idx};
     if (!input.is_cpu()) {
       POSENC_CHECK(tokens.count <= cuda::kMostGradientTokens, op, "input must have at most ", cuda::kMostGradientTokens,
@@ -42,7 +45,7 @@ struct GradientCall {
     }
     auto stride = merged_stride(grad, 0, token_sizes.size());
     if (!stride) {
-      grad = torch::stable::contiguous(grad);
+      grad = contiguous_copy(grad);
       stride = params.width;
     }
     params.grad = grad.const_data_ptr();
@@ -61,12 +64,23 @@ struct GradientCall {
   }
 };
 
+// The host sorts in memory that is not torch's. Where there is too little of it, torch is asked for as much, so that
+// its own error is raised.
+SortedSegments sorted(const GradientTokens& tokens, const Tensor& like) {
+  try {
+    return sort_into_segments(tokens);
+  } catch (const std::bad_alloc&) {
+    empty({tokens.count, 5}, ScalarType::Long, like);
+    throw;
+  }
+}
+
 Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx,
                       bool scale_grad_by_freq) {
   GradientCall prepared(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward");
   Tensor out = prepared.new_rows(num_weights);
   if (grad.is_cpu()) {
-    const SortedSegments segments = sort_into_segments(prepared.tokens);
+    const SortedSegments segments = sorted(prepared.tokens, grad);
     prepared.params.segments = segments.view();
     cpu::backward(prepared.params, torch_parallel_for);
     return out;
@@ -91,7 +105,7 @@ std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int6
     return static_cast<int64_t*>(std::get<0>(result).mutable_data_ptr());
   };
   if (grad.is_cpu()) {
-    SortedSegments segments = sort_into_segments(prepared.tokens);
+    SortedSegments segments = sorted(prepared.tokens, grad);
     auto result = new_result(static_cast<int64_t>(segments.row.size()));
     std::copy(segments.row.begin(), segments.row.end(), rows_of(result));
     std::iota(segments.row.begin(), segments.row.end(), 0);  // segment s is row s of the values

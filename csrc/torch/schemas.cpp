@@ -10,14 +10,27 @@
 //               weight (or x) is a shard: these rows and columns of a whole of that many; -1: it is the whole
 // Ops named *_fwd and *_bwd are raw. The public names carry autograd formulas (posenc_ext/ops).
 
+#include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 
 #include <string>
 
 namespace posenc {
+namespace {
 
-STABLE_TORCH_LIBRARY(posenc_ext, m) {
-  const auto define = [&](const std::string& name, const char* arguments) { m.def((name + arguments).c_str()); };
+// As STABLE_TORCH_LIBRARY, which cannot name the Python module. Where a fake kernel is missing, because the library was
+// loaded without that module, torch says that it is to be imported.
+const bool defined = [] {
+  TorchLibraryHandle library = nullptr;  // kept as long as the process lives
+  TORCH_ERROR_CODE_CHECK(aoti_torch_library_init_def("posenc_ext", __FILE__, __LINE__, &library));
+  // From torch 2.13 on.
+  using SetPythonModule = AOTITorchError (*)(TorchLibraryHandle, const char* module, const char* context);
+  void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (void* const found = torch != nullptr ? dlsym(torch, "torch_library_set_python_module") : nullptr)
+    reinterpret_cast<SetPythonModule>(found)(library, "posenc_ext.ops.fake", "`import posenc_ext` does it.");
+  const auto define = [&](const std::string& name, const char* arguments) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_library_def(library, (name + arguments).c_str()));
+  };
   define(
       "embed",
       "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, float base, int flags, int "
@@ -57,6 +70,8 @@ STABLE_TORCH_LIBRARY(posenc_ext, m) {
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
   define("positional_encoding_out",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
-}
+  return true;
+}();
 
+}  // namespace
 }  // namespace posenc

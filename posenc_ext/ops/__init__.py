@@ -14,19 +14,30 @@ from pathlib import Path
 
 import torch
 
+_LIBRARY = Path(__file__).parent.parent / "libposenc_ext_ops.so"
+
 try:
-    from posenc_ext import _C  # noqa: F401  (importing it registers the ops)
-except ImportError as error:
-    _folder = Path(__file__).parent.parent
-    if not any(_folder.glob("_C*.so")):
+    torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]  # registers the ops
+    from posenc_ext import _C  # noqa: F401  (links to that library)
+except (ImportError, OSError) as error:
+    if not _LIBRARY.exists():
         raise ImportError(
-            f"posenc_ext: {_folder} holds the sources and no compiled half (posenc_ext._C). Python finds them first "
-            "where it is started in a checkout: start it elsewhere to use the installed package, or build in place "
-            "with `python setup.py build_ext --inplace`"
+            f"posenc_ext: {_LIBRARY.parent} holds the sources and no compiled half ({_LIBRARY.name}). Python finds "
+            "them first where it is started in a checkout: start it elsewhere to use the installed package, or build "
+            "in place with `python setup.py build_ext --inplace`"
         ) from error
     raise ImportError(
-        f"posenc_ext: the compiled half posenc_ext._C cannot be loaded under torch {torch.__version__}: {error}. "
-        "Install it anew with `pip install .`"
+        f"posenc_ext: the compiled half ({_LIBRARY.name}, _C) cannot be loaded under torch {torch.__version__}: "
+        f"{error}. Install it anew with `pip install .`"
     ) from error
 
-from posenc_ext.ops import add, compose, embed, fake  # noqa: F401
+from posenc_ext.ops import add, compose, embed, fake  # noqa: E402, F401
+
+
+def ops_library() -> str:
+    """Where the library of the custom ops lies, for processes that run a program and need nothing else of this package.
+
+    It knows no Python: ``torch.ops.load_library(path)`` or, in a C++ program, ``dlopen`` registers the ops, with their
+    kernels and without what Python adds (gradients and fake kernels).
+    """
+    return str(_LIBRARY)

@@ -11,16 +11,23 @@ from torch import Tensor
 
 from posenc_ext.conventions import Spec
 from posenc_ext.ops import compose, shard
-from posenc_ext.ops.call import INT64, by_name, offset_error
+from posenc_ext.ops.call import INT64, LEAST, by_name, check_offset, offset_error
 from posenc_ext.ops.compose import transforms_active
+from posenc_ext.ops.tracing import (
+    PLAIN,
+    decomposed,
+    dispatch_modes,
+    dynamo_compiling,
+    jit_tracing,
+)
 from posenc_ext.plain import is_dtensor
 
-_PLAIN = shard.PLAIN
 _ops = torch.ops.posenc_ext
 _add = _ops.add_positional_encoding.default
 _add_fwd = _ops._add_positional_encoding_fwd.default
 _add_general = _ops.add_general.default
 _is_compiling = torch.compiler.is_compiling
+_is_exporting = torch.compiler.is_exporting
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -41,25 +48,46 @@ def run(
         offset, spec, token_scale: as in the ops.
         first_column, d_model: x is a shard, columns first_column, ... of d_model; -1: it is the whole.
     """
-    if type(x) not in _PLAIN and is_dtensor(x):
-        return shard.add(run, x, positions, offset, spec, token_scale)
-    plain = token_scale == 1 and d_model < 0
-    result: Tensor
-    if _is_compiling() and not compose.needed():
-        if plain:
-            result = _add(x, positions, offset, *spec)
-        else:
-            result = _run_general(x, positions, offset, spec, token_scale, first_column, d_model)
-        return result
-    if not -INT64 <= offset < INT64:
+    if (
+        dynamo_compiling()
+        or dispatch_modes()
+        or jit_tracing()
+        or type(x) not in PLAIN
+        or (positions is not None and type(positions) is not Tensor)
+    ):
+        return _run_traced(x, positions, offset, spec, token_scale, first_column, d_model)
+    if not LEAST <= offset < INT64:
         raise offset_error("add_positional_encoding", offset)
     if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
         return compose.add(x, positions, offset, spec, token_scale, first_column, d_model)
-    if not plain:
+    if token_scale != 1 or d_model >= 0:
         return _run_general(x, positions, offset, spec, token_scale, first_column, d_model)
-    if x.requires_grad and _grad_enabled():
+    if _grad_enabled() and x.requires_grad:
         return _apply(x, positions, offset, *spec)
-    result = _add_fwd(x, positions, offset, *spec)
+    result: Tensor = _add_fwd(x, positions, offset, *spec)
+    return result
+
+
+def _run_traced(
+    x: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    spec: Spec,
+    token_scale: float,
+    first_column: int,
+    d_model: int,
+) -> Tensor:
+    """As `embed._run_traced`."""
+    if is_dtensor(x):
+        return shard.add(run, x, positions, offset, spec, token_scale)
+    if not _is_compiling():
+        check_offset("add_positional_encoding", offset)
+    if compose.needed():
+        return compose.add(x, positions, offset, spec, token_scale, first_column, d_model)
+    if token_scale != 1 or d_model >= 0:
+        return _run_general(x, positions, offset, spec, token_scale, first_column, d_model)
+    raw = dynamo_compiling() and not (_grad_enabled() and x.requires_grad) and not _is_exporting()
+    result: Tensor = (_add_fwd if raw else decomposed(_add))(x, positions, offset, *spec)
     return result
 
 
@@ -74,7 +102,9 @@ def _run_general(
 ) -> Tensor:
     base, flags = spec
     part = {"first_column": first_column, "d_model": d_model}
-    result: Tensor = _add_general(x, positions, offset=offset, base=base, flags=flags, token_scale=token_scale, **part)
+    result: Tensor = decomposed(_add_general)(
+        x, positions, offset=offset, base=base, flags=flags, token_scale=token_scale, **part
+    )
     return result
 
 

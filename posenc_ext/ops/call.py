@@ -13,6 +13,7 @@ from torch import Tensor
 from posenc_ext.conventions import NO_ENCODING
 
 INT64 = 2**63
+LEAST = -INT64
 
 
 class EmbedCall(NamedTuple):
@@ -52,7 +53,7 @@ def by_name(op: Any, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict
 
 def check_offset(op: str, offset: int) -> None:
     """Refuse what the op's int64 argument cannot hold; the dispatcher's own message names neither."""
-    if not -INT64 <= offset < INT64:
+    if not LEAST <= offset < INT64:
         raise offset_error(op, offset)
 
 
@@ -110,7 +111,7 @@ def resolve_offset(
 def check_integer(op: str, argument: str, tensor: Tensor) -> None:
     """Refuse what would count as an integer and is none, such as booleans."""
     if tensor.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"posenc_ext::{op}: {argument} must have dtype int64 or int32, got {tensor.dtype}")
+        raise ValueError(f"posenc_ext::{op}: {argument} must have dtype int64 or int32, got {tensor.dtype}")
 
 
 def broadcast_positions(

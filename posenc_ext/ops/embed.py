@@ -11,46 +11,76 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from posenc_ext.ops import compose, shard
-from posenc_ext.ops.call import INT64, EmbedCall, GradientCall, by_name, offset_error
+from posenc_ext.ops.call import INT64, LEAST, EmbedCall, GradientCall, by_name, check_offset, offset_error
 from posenc_ext.ops.compose import transforms_active
+from posenc_ext.ops.tracing import (
+    PLAIN,
+    decomposed,
+    dispatch_modes,
+    dynamo_compiling,
+    is_traced,
+    jit_tracing,
+)
 from posenc_ext.plain import is_dtensor
 
-_PLAIN = shard.PLAIN
 _ops = torch.ops.posenc_ext
 _embed = _ops.embed.default
 _embed_fwd = _ops._embed_fwd.default
 _FORWARD = len(_embed_fwd._schema.arguments)  # it takes the first ones of a call; the others shape the gradient
 _is_compiling = torch.compiler.is_compiling
+_is_exporting = torch.compiler.is_exporting
 _grad_enabled = torch.is_grad_enabled
 
 
 def run(call: EmbedCall, general: dict[str, Any] | None = None) -> Tensor:
     """The layer, differentiable in weight; `general`: arguments that only the op `embed_general` takes."""
-    if type(call.weight) not in _PLAIN and is_dtensor(call.weight):
-        return shard.embed(run, call, general or {})
-    result: Tensor
-    if _is_compiling() and not compose.needed():
-        if call.sparse:
-            raise NotImplementedError(
-                "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
-            )
-        result = _embed(*call) if general is None else _run_general(call, general)
-        return result
-    if not -INT64 <= call.offset < INT64:
+    if (
+        dynamo_compiling()
+        or dispatch_modes()
+        or jit_tracing()
+        or type(call.weight) not in PLAIN
+        or type(call.input) is not Tensor
+        or (call.positions is not None and type(call.positions) is not Tensor)
+    ):
+        return _run_traced(call, general)
+    if not LEAST <= call.offset < INT64:
         raise offset_error("embed", call.offset)
     if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
         return compose.embed(call, **(general or {}))
     if general is not None:
         return _run_general(call, general)
-    if call.weight.requires_grad and _grad_enabled():
+    if _grad_enabled() and call.weight.requires_grad:
         return _apply(*call)
-    result = _embed_fwd(*call[:_FORWARD])
+    result: Tensor = _embed_fwd(*call[:_FORWARD])
+    return result
+
+
+def _run_traced(call: EmbedCall, general: dict[str, Any] | None) -> Tensor:
+    """The same where the call is recorded, or its tensors are no plain ones."""
+    if is_dtensor(call.weight):
+        return shard.embed(run, call, general or {})
+    if not _is_compiling():  # which checks it by itself, and may have a symbol here
+        check_offset("embed", call.offset)
+    if compose.needed():
+        return compose.embed(call, **(general or {}))
+    if call.sparse and _is_compiling():
+        raise NotImplementedError(
+            "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
+        )
+    if general is not None:
+        return _run_general(call, general)
+    result: Tensor
+    if dynamo_compiling() and not (_grad_enabled() and call.weight.requires_grad) and not _is_exporting():
+        # The formula costs a compiled call several microseconds as well, and this program is kept for no other use.
+        result = _embed_fwd(*call[:_FORWARD])
+    else:
+        result = decomposed(_embed)(*call)
     return result
 
 
 def _run_general(call: EmbedCall, general: dict[str, Any]) -> Tensor:
     named = dict(zip(EmbedCall._fields[3:], call[3:], strict=True))  # its tensors are positional
-    result: Tensor = _ops.embed_general.default(*call[:3], **named, **general)
+    result: Tensor = decomposed(_ops.embed_general.default)(*call[:3], **named, **general)
     return result
 
 
@@ -127,10 +157,9 @@ def _gradient(call: GradientCall, sparse: bool) -> Tensor:
     if compose.needed():  # forward mode over the backward pass
         return compose.weight_gradient(call, sparse)
     # Under create_graph the gradient must be differentiable, so the public op is called, which has a formula.
-    recorded = _grad_enabled() and grad.requires_grad
-    result: Tensor
+    recorded = (_grad_enabled() and grad.requires_grad) or is_traced(grad)
     if not sparse:
-        result = _ops.embed_backward.default(*call) if recorded or _is_compiling() else _ops._embed_bwd.default(*call)
+        result: Tensor = (_ops.embed_backward if recorded else _ops._embed_bwd).default(*call)
         return result
     rows, values = (_ops.embed_backward_sparse if recorded else _ops._embed_bwd_sparse).default(*call)
     # The rows come sorted and unique, so the gradient is born coalesced.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from posenc_ext.ops.call import by_name
 
+_MOST_COLUMNS = 2**24
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -41,6 +42,11 @@ def _check_whole(op: str, name: str, whole: int, size: int) -> None:
     _require(whole < 0 or size <= whole, op, f"{name} must be at least the {size} of this shard, got {whole}")
 
 
+def _check_width(op: str, width: int) -> None:
+    _require(width >= 1, op, f"the width (d_model) must be positive, got {width}")
+    _require(width <= _MOST_COLUMNS, op, f"the width (d_model) must be at most {_MOST_COLUMNS}, got {width}")
+
+
 def _output(
     op: str,
     like: Tensor,
@@ -54,7 +60,7 @@ def _output(
 ) -> Tensor:
     """What a forward op returns, after the checks that all of them have in common."""
     d_model = width if d_model < 0 else d_model
-    _require(d_model >= 1, op, f"the width (d_model) must be positive, got {d_model}")
+    _check_width(op, d_model)
     if positions is not None:
         _check_integers(op, "positions", positions)
         good = positions.shape == token_shape
@@ -115,6 +121,8 @@ def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) 
     good = grad.dim() == input.dim() + 1 and grad.shape[:-1] == input.shape
     text = f"grad must have the shape of input {list(input.shape)} and one axis more, got {list(grad.shape)}"
     _require(good, op, text)
+    _check_width(op, grad.shape[-1])
+    _require(num_weights >= 0, op, f"num_weights must not be negative, got {num_weights}")
     if op == "embed_backward":
         return grad.new_empty((num_weights, grad.shape[-1]))
     count = torch.library.get_ctx().new_dynamic_size()

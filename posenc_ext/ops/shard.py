@@ -17,17 +17,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posenc_ext.conventions import SEQUENCE_FIRST, Spec
 from posenc_ext.ops.call import EmbedCall
+from posenc_ext.ops.tracing import PLAIN
 from posenc_ext.plain import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
-
-PLAIN = (nn.Parameter, Tensor)  # types that are asked for before `is_dtensor`, since that takes longer
 
 
 def refuse(op: str, tensor: Tensor, **arguments: Any) -> None:

@@ -1,11 +1,12 @@
-"""Build the check programs: the kernels' source under g++, or nvcc's PTX of them translated to C++.
+"""Build the check programs from the kernels' source, compiled by g++, or from their PTX, translated to C++.
 
-Objects that differ in nothing are compiled once: what is written here is keyed by the command and the text it compiles,
-so the PTX of two architectures shares the kernels that came out the same.
+Each object is compiled once: the name of its file is a hash of the command and, for translated PTX, of the text. So two
+architectures share the kernels whose PTX is the same.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -22,30 +23,30 @@ from typing import Any, NamedTuple
 from . import ptx_to_cpp
 
 HERE = Path(__file__).parent
-CSRC = HERE.parent.parent / "csrc"
+ROOT = HERE.parent.parent
+CSRC = ROOT / "csrc"
 
-# Of csrc/cuda: what calls the CUDA runtime or CUB.
+# Files of csrc/cuda that need a GPU: they call the CUDA runtime or CUB.
 NOT_KERNELS = {"runtime.cu", "sort.cu"}
-# Compiled once for each element type.
+# Compiled once for each element type, as in setup.py.
 FORWARD_KERNELS = "forward_kernels.cu"
-ELEMENT_TYPES = ("float32", "bfloat16", "float64", "float16")
 
 SANITIZERS = {
     "plain": [],
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread", "--param", "tsan-distinguish-volatile=1"],
 }
-# -O1 and little debug information: most of the time goes into compiling.
+# -O1 and little debug information, because compiling takes longer than running.
 HOST_FLAGS = ["-x", "c++", "-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-strict-aliasing"]
-# As nvcc does it with its runtime, the shim is included before a file. The warnings left out are about NVIDIA's headers
-# and pragmas.
+# The shim is included before every file, as nvcc includes its own headers. The warnings turned off are about NVIDIA's
+# headers and pragmas.
 SHIM_FLAGS = ["-include", "cuda_shim.h", "-DPOSENC_CUDA_ON_CPU", "-Wall", "-Werror", "-Wno-unknown-pragmas",
               "-Wno-class-memaccess", "-Wno-maybe-uninitialized", "-Wno-unused-variable"]  # fmt: skip
 NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-ptx"]
 
 
 class BuildError(Exception):
-    """A compiler's complaint."""
+    """A compiler failed; the text is its command and its output."""
 
 
 def run(command: Sequence[str | Path], **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -59,7 +60,7 @@ def compile_or_raise(command: Sequence[str | Path]) -> None:
 
 
 def nvcc() -> str | None:
-    """The compiler, of CUDA_HOME or on PATH."""
+    """The CUDA compiler, from CUDA_HOME or else from PATH."""
     home = os.environ.get("CUDA_HOME")
     candidate = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
     return candidate or shutil.which("nvcc")
@@ -71,23 +72,23 @@ def gxx() -> str | None:
 
 @functools.cache
 def cuda_include() -> Path:
-    """Where the toolkit's headers lie, as nvcc itself says."""
-    said = run([nvcc() or "nvcc", "--dryrun", "-x", "cu", os.devnull]).stderr
-    top = re.search(r"^#\$ TOP=(.*)$", said, re.M)
+    """The folder of the toolkit's headers, as nvcc reports it."""
+    report = run([nvcc() or "nvcc", "--dryrun", "-x", "cu", os.devnull]).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", report, re.M)
     if not top:
-        raise BuildError(f"nvcc --dryrun does not say where it is:\n{said}")
+        raise BuildError(f"nvcc --dryrun does not say where it is:\n{report}")
     return Path(top[1].strip()) / "include"
 
 
 @functools.cache
 def fma_flags() -> tuple[str, ...]:
-    """The fused multiply-add of the kernels is exact either way; with the instruction it is fast."""
+    """g++ flags for this machine's FMA instruction. Results are the same without it, only slower."""
     cpu = Path("/proc/cpuinfo")
     return ("-mfma",) if cpu.exists() and re.search(r"^flags.*\bfma\b", cpu.read_text(), re.M) else ()
 
 
 class Unit(NamedTuple):
-    """A source of the kernels, and the element type it is compiled for, if it is compiled once for each."""
+    """A source file, and the element type to compile it for; "" for a file that is compiled once for all of them."""
 
     path: Path
     dtype: str = ""
@@ -101,15 +102,25 @@ class Unit(NamedTuple):
         return [f"-DPOSENC_DTYPE={self.dtype}"] if self.dtype else []
 
 
-def kernel_units(csrc: Path = CSRC, dtypes: Sequence[str] = ELEMENT_TYPES) -> list[Unit]:
-    """The slowest first."""
+@functools.cache
+def element_types() -> tuple[str, ...]:
+    """Those that setup.py compiles the forward kernels for, in its order."""
+    listed = re.search(r"^ELEMENT_TYPES = (\(.*?\))", (ROOT / "setup.py").read_text(), re.M)
+    if not listed:
+        raise BuildError("setup.py has no ELEMENT_TYPES")
+    types: tuple[str, ...] = ast.literal_eval(listed[1])
+    return types
+
+
+def kernel_units(csrc: Path = CSRC, dtypes: Sequence[str] | None = None) -> list[Unit]:
+    """The files that hold kernels and their launchers, slowest to compile first."""
     sources = sorted(path for path in (csrc / "cuda").glob("*.cu") if path.name not in NOT_KERNELS)
-    forward = [Unit(path, dtype) for path in sources if path.name == FORWARD_KERNELS for dtype in dtypes]
+    forward = [Unit(path, t) for path in sources if path.name == FORWARD_KERNELS for t in dtypes or element_types()]
     return forward + [Unit(path) for path in sources if path.name != FORWARD_KERNELS]
 
 
 class Builder:
-    """Objects and programs in one folder."""
+    """Builds objects and programs in one folder, several at a time."""
 
     def __init__(self, folder: Path, workers: int | None = None) -> None:
         self.folder = folder
@@ -119,18 +130,18 @@ class Builder:
         self.pool = futures.ThreadPoolExecutor(self.workers)
 
     def later(self, key: str, make: Callable[[], Path]) -> futures.Future[Path]:
-        """`make` on a worker, once for each key."""
+        """The result of `make`, which a worker runs once for each key."""
         with self.lock:
             if key not in self.made:
                 self.made[key] = self.pool.submit(make)
             return self.made[key]
 
     def close(self) -> None:
-        """Forgets what has not begun."""
+        """Cancel the jobs that have not started."""
         self.pool.shutdown(cancel_futures=True)
 
     def prefetch(self, *wanted: Callable[[], object]) -> None:
-        """Asks for objects ahead of their use, in this order, until closed. What fails fails again where it is used."""
+        """Start building what is `wanted`, in this order, before it is used. An error is raised again at the use."""
 
         def ask() -> None:
             for want in wanted:
@@ -140,7 +151,7 @@ class Builder:
         threading.Thread(target=ask, daemon=True).start()
 
     def object(self, source: Path, flags: Iterable[str | Path], text: str | None = None) -> futures.Future[Path]:
-        """The object of a source, which is written first if its text is given."""
+        """The object of a source file. If `text` is given, the file is written first."""
         command = [gxx() or "g++", *HOST_FLAGS, *map(str, flags), "-c", str(source)]
         key = hashlib.sha256("\0".join(command).encode()).hexdigest()[:20]
         target = self.folder / f"{source.stem}-{key}.o"
@@ -153,10 +164,10 @@ class Builder:
 
         return self.later(key, make)
 
-    # -- what is the same in every program
+    # -- parts of every program
 
     def host_objects(self) -> list[futures.Future[Path]]:
-        """The checks and the CPU backend they compare with."""
+        """The checks, and the CPU backend that they compare the kernels with."""
         reference = [*sorted((CSRC / "cpu").rglob("*.cpp")), CSRC / "frequency.cpp", CSRC / "segments.cpp"]
         checks = [
             HERE / name for name in ("checks.cpp", "forward_checks.cpp", "backward_checks.cpp", "sort_on_cpu.cpp")
@@ -189,19 +200,19 @@ class Builder:
         return self.later(f"ptx {unit.name} {arch}", make)
 
     def translated_objects(self, ptx: str, name: str) -> list[futures.Future[Path]]:
-        """The kernels of a file, a few to an object; like text gives one object, whatever it was compiled for."""
+        """The kernels of one PTX file, translated, six to an object."""
         kernels = list(ptx_to_cpp.translate(ptx).values())
         groups = [kernels[i : i + 6] for i in range(0, len(kernels), 6)]
         return [self.translated_object("\n".join(group), name) for group in groups]
 
     def translated_object(self, functions: str, name: str) -> futures.Future[Path]:
-        # The comments hold line numbers, which differ where the code does not.
+        # Without line numbers in the comments, so that equal code is equal text.
         text = ptx_to_cpp.PRELUDE + re.sub(r"  // \d+: ", "  // ", functions)
         source = self.folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.cpp"
         return self.object(source, ["-w", *fma_flags(), f"-I{HERE}"], text)
 
     def kernels_from_ptx(self, arch: int, mode: str) -> list[Any]:
-        """The launchers, the runtime and the translated kernels."""
+        """The translated kernels, what they call (ptx_runtime.cpp), and the launchers."""
         units = kernel_units()
         launchers = [self.shim_object(unit, mode, from_ptx=True) for unit in units]
         runtime = self.shim_object(Unit(HERE / "ptx_runtime.cpp"), mode)
@@ -213,7 +224,7 @@ class Builder:
     # -- programs
 
     def link(self, name: str, objects: Iterable[Any], mode: str, partial: bool = False) -> Path:
-        """A program; a partial one may lack kernels, which it then must not call."""
+        """A program. A partial one may lack kernels, as long as it does not call them."""
         target = self.folder / name
         if target.exists():
             return target
@@ -241,7 +252,7 @@ class Builder:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """For a check program: sanitizers stop at what they find."""
+    """The environment of a check program: sanitizers stop it at their first report."""
     sanitizers = {
         "ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
@@ -251,7 +262,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run_program(program: Path, *arguments: str, seed: int = 0, timeout: float = 240) -> tuple[int, str]:
-    """Exit status and all output; a program that runs too long has failed."""
+    """Exit status and all output; a program that runs longer than `timeout` seconds has failed."""
     try:
         result = run([program, *arguments], env=environment(CUDA_ON_CPU_SEED=str(seed)), timeout=timeout)
     except subprocess.TimeoutExpired:

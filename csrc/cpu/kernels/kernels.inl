@@ -19,6 +19,7 @@
 #include "kernels.h"
 
 #if defined(POSENC_TARGET)
+#define POSENC_HAVE_FMA 1  // every target has it, but the pragma does not define __FMA__
 #define POSENC_PRAGMA(...) _Pragma(#__VA_ARGS__)
 #define POSENC_EXPANDED_PRAGMA(...) POSENC_PRAGMA(__VA_ARGS__)
 #if defined(__clang__)
@@ -45,14 +46,11 @@ namespace {
 #include "backward.inl"
 
 }  // namespace
-
-namespace cpu_table {
-constexpr cpu::Kernels table = {forward, sum_segment, fill_zero, end_stream};
-}
 }  // namespace POSENC_ISA
 
 namespace cpu {
-const Kernels POSENC_KERNELS = POSENC_ISA::cpu_table::table;
+const Kernels POSENC_KERNELS = {POSENC_ISA::forward, POSENC_ISA::sum_segment, POSENC_ISA::fill_zero,
+                                POSENC_ISA::end_stream};
 }
 }  // namespace posenc
 

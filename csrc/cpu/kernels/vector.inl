@@ -94,8 +94,9 @@ struct Lane<UintVector> {
   POSENC_HD static FloatVector flipped(FloatVector x, UintVector bits) {
 #if POSENC_VECTOR_BYTES == 64
     const __m512i sign = _mm512_set1_epi32(INT32_MIN);
-    return bit_cast<FloatVector>(_mm512_ternarylogic_epi32(bit_cast<__m512i>(x), bit_cast<__m512i>(bits), sign,
-                                                           _MM_TERNLOG_A ^ (_MM_TERNLOG_B & _MM_TERNLOG_C)));
+    constexpr int kXorAnd = 0xF0 ^ (0xCC & 0xAA);  // x ^ (bits & sign)
+    return bit_cast<FloatVector>(
+        _mm512_ternarylogic_epi32(bit_cast<__m512i>(x), bit_cast<__m512i>(bits), sign, kXorAnd));
 #else
     return bit_cast<FloatVector>(bit_cast<UintVector>(x) ^ (bits & 0x80000000u));
 #endif

@@ -2,7 +2,6 @@
 #define POSENC_ISA x86_64_v3
 #define POSENC_KERNELS kernels_x86_64_v3
 #define POSENC_TARGET "arch=x86-64-v3"
-#define POSENC_HAVE_FMA 1  // the target pragma does not define __FMA__
 #define POSENC_VECTOR_BYTES 32
 #include "kernels.inl"
 #endif

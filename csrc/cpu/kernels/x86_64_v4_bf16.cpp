@@ -2,7 +2,6 @@
 #define POSENC_ISA x86_64_v4_bf16
 #define POSENC_KERNELS kernels_x86_64_v4_bf16
 #define POSENC_TARGET "arch=x86-64-v4,avx512bf16"
-#define POSENC_HAVE_FMA 1  // the target pragma does not define __FMA__
 #define POSENC_HAVE_AVX512_BF16 1
 #define POSENC_VECTOR_BYTES 64
 #include "kernels.inl"

@@ -1,4 +1,4 @@
-"""Minimax coefficients of the polynomials in sinusoid.h (run: python csrc/sinusoid_fit.py; needs mpmath).
+"""Minimax coefficients of the polynomials in csrc/sinusoid.h (run: python docs/sinusoid_fit.py; needs mpmath).
 
 On |x| <= pi/4, with z = x*x:
     sin x = x + x*z*S(z)            cos x = 1 + z*(-1/2 + z*C(z))
