@@ -85,50 +85,42 @@ struct ColumnBlock {
   Columns columns;
 };
 
-// Columns [first, first + width) of a row as blocks that the kernels can write.
-struct ColumnBlocks {
-  static constexpr int kMost = 3;
-  ColumnBlock at[kMost];
-  int count = 0;
-  const ColumnBlock* begin() const { return at; }
-  const ColumnBlock* end() const { return at + count; }
-
-  ColumnBlocks(const Columns& whole, int64_t first, int64_t width) {
-    if (width == whole.width || !whole.encoded) {
-      at[count++] = {0, 0, whole};
-      at[0].columns.width = width;
-      return;
-    }
-    const int64_t last = first + width;
-    // The part of [begin, end) that is asked for. Pairs are counted from `begin`, `step` columns to each.
-    const auto add = [&](int64_t begin, int64_t end, int64_t first_pair, bool sines, bool cosines) {
-      const int64_t step = sines && cosines ? 2 : 1, from = std::max(first, begin), to = std::min(last, end);
-      if (from >= to) return;
-      Columns columns;
-      columns.width = to - from;
-      columns.encoded = true;
-      columns.step = step;
-      if (sines) columns.sines = columns.width / step;
-      if (cosines) columns.cosines = columns.width / step;
-      if (step == 2) (whole.cosine_first() ? columns.sine_start : columns.cosine_start) = 1;
-      at[count++] = {from - first, first_pair + (from - begin) / step, columns};
-    };
-    if (whole.step == 2) {
-      const int64_t paired = 2 * whole.cosines, begin = std::min(first + first % 2, paired);
-      const int64_t end = std::max(begin, std::min(last - last % 2, paired));
-      const bool cosine_first = whole.cosine_first();
-      // Half of a pair at either end.
-      add(begin - first % 2, begin, begin / 2 - 1, cosine_first, !cosine_first);
-      add(begin, end, begin / 2, true, true);
-      add(end, paired, end / 2, !cosine_first, cosine_first);
-      add(paired, paired + whole.sines - whole.cosines, whole.cosines, true, false);
-    } else {
-      add(whole.sine_start, whole.sine_start + whole.sines, 0, true, false);
-      add(whole.cosine_start, whole.cosine_start + whole.cosines, 0, false, true);
-    }
-    add(whole.sines + whole.cosines, whole.width, 0, false, false);
+// Calls body(block) for the blocks that columns [first, first + width) of a row consist of.
+template <class Body>
+void visit_column_blocks(const Columns& whole, int64_t first, int64_t width, const Body& body) {
+  if (width == whole.width || !whole.encoded) {
+    ColumnBlock block{0, 0, whole};
+    block.columns.width = width;
+    return body(block);
   }
-};
+  const int64_t last = first + width;
+  // What is asked for of columns [begin, end), which hold pairs from first_pair on, or sines alone, or cosines alone.
+  const auto visit = [&](int64_t begin, int64_t end, int64_t first_pair, bool sines, bool cosines) {
+    const int64_t step = sines && cosines ? 2 : 1, from = std::max(first, begin), to = std::min(last, end);
+    if (from >= to) return;
+    Columns columns;
+    columns.width = to - from;
+    columns.encoded = true;
+    columns.step = step;
+    if (sines) columns.sines = columns.width / step;
+    if (cosines) columns.cosines = columns.width / step;
+    if (step == 2) (whole.cosine_first() ? columns.sine_start : columns.cosine_start) = 1;
+    body(ColumnBlock{from - first, first_pair + (from - begin) / step, columns});
+  };
+  if (whole.step == 2) {
+    const int64_t paired = 2 * whole.cosines, begin = std::min(first + first % 2, paired);
+    const int64_t end = std::max(begin, std::min(last - last % 2, paired));
+    const bool cosine_first = whole.cosine_first();
+    visit(begin - first % 2, begin, begin / 2 - 1, cosine_first, !cosine_first);  // the second half of a pair
+    visit(begin, end, begin / 2, true, true);
+    visit(end, paired, end / 2, !cosine_first, cosine_first);  // the first half of one
+    visit(paired, paired + whole.sines - whole.cosines, whole.cosines, true, false);
+  } else {
+    visit(whole.sine_start, whole.sine_start + whole.sines, 0, true, false);
+    visit(whole.cosine_start, whole.cosine_start + whole.cosines, 0, false, true);
+  }
+  visit(whole.sines + whole.cosines, whole.width, 0, false, false);
+}
 
 // The frequencies of one width, in both precisions, in memory of the backend. Each array is padded (kFrequencyPadding),
 // so that whole vectors can be loaded past the last pair.

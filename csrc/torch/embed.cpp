@@ -163,13 +163,13 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     const int64_t size = element_size(params.dtype);
     const char* const from = static_cast<const char*>(params.base);
     char* const to = static_cast<char*>(result.mutable_data_ptr());
-    for (const ColumnBlock& block : ColumnBlocks(columns, args.first_column, width)) {
+    visit_column_blocks(columns, args.first_column, width, [&](const ColumnBlock& block) {
       params.encoding.columns = block.columns;
       params.encoding.frequencies = all.from(block.first_pair);
       if (from != nullptr) params.base = from + block.first * params.column_stride * size;
       params.out = to + block.first * size;
       write();
-    }
+    });
   };
   if (like.is_cpu()) {
     write_blocks(table->view(), [&] { cpu::forward(params, torch_parallel_for); });
