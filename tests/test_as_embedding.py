@@ -842,6 +842,15 @@ def test_nested_rows(kind, how, name):
     torch.testing.assert_close(gradients, expected)
 
 
+@make.each("mode", MODES)
+def test_nested_rows_inside_a_mode(mode):
+    mine, x = make.layer(), nested(make.ids(8))
+    want = mine(x, offset=NESTED["offset of each row"]["offset"])
+    with mode():
+        got = mine(x, offset=NESTED["offset of each row"]["offset"])
+    assert_same_bits(got.values(), want.values())
+
+
 @make.each_layer
 def test_spare_values_behind_nested_rows(kind):
     """Buffers of one size for batches of many: the last row ends before the values do."""
