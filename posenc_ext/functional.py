@@ -13,7 +13,9 @@ import math
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 from posenc_ext import _C
 from posenc_ext.conventions import DIVISORS, NO_ENCODING, Convention, resolve
@@ -167,7 +169,7 @@ def add_positional_encoding(
         positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
     if out is None:
         return _add.run(x, positions, offset, spec)
-    _refuse_gradient("add_positional_encoding", x=x, out=out)
+    _check_out("add_positional_encoding", out, x=x)
     check_offset("add_positional_encoding", offset)
     _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
     return _bump_version(out)
@@ -224,7 +226,7 @@ def positional_encoding(
     if out is None:
         result: Tensor = _ops.positional_encoding(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
         return result
-    _refuse_gradient("positional_encoding", out=out)
+    _check_out("positional_encoding", out)
     _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
     return _bump_version(out)
 
@@ -276,7 +278,7 @@ def _embed_in_place(
     check_offset("embed", call.offset)
     weight, input, positions, offset, token_scale, base, flags, *_ = call
     if out is not None:
-        _refuse_gradient("embed", weight=weight, out=out)
+        _check_out("embed", out, weight=weight)
         if general is not None:
             raise ValueError(f"posenc_ext::embed: out= cannot be combined with {', '.join(general)}")
     if max_norm is not None:
@@ -299,10 +301,34 @@ def _bump_version(out: Tensor) -> Tensor:
     return out
 
 
-def _refuse_gradient(op: str, **tensors: Tensor) -> None:
+def _check_out(op: str, out: Tensor, **inputs: Tensor) -> None:
     """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
-    for argument, tensor in tensors.items():
+    for argument, tensor in (*inputs.items(), ("out", out)):
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; use torch.no_grad()"
             )
+        if forward_ad._current_level >= 0 and _has_tangent(tensor):
+            raise NotImplementedError(
+                f"posenc_ext::{op}: out= does not support forward-mode AD, but {argument} takes part in it"
+            )
+    if torch.compiler.is_compiling():
+        return
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"posenc_ext::{op}: out is an inference tensor. Inplace update to inference tensor outside InferenceMode "
+            "is not allowed; write to a clone of it"
+        )
+    if out.is_neg():
+        raise ValueError(f"posenc_ext::{op}: out must not be a negated view; write to out.resolve_neg()")
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Whether forward mode follows the tensor, or may: of the wrappers of torch.func, jvp sees through its own only."""
+    if torch.compiler.is_compiling():
+        return True  # no way to look
+    if functorch.is_functorch_wrapped_tensor(tensor):
+        inner = functorch.get_interpreter_stack()[-1]
+        if inner.key() != functorch.TransformType.Jvp or inner.level() != functorch.maybe_get_level(tensor):
+            return True
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
