@@ -24,6 +24,8 @@ from posenc_ext.ops import embed as _embed
 from posenc_ext.ops.call import EmbedCall, broadcast_positions, check_offset, new_embed_call
 
 _ops = torch.ops.posenc_ext
+_is_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
 
 __all__ = [
@@ -296,23 +298,28 @@ def _embed_in_place(
 
 def _bump_version(out: Tensor) -> Tensor:
     """Tell autograd that `out` was written to, as PyTorch's own ops do: a graph that had saved it must notice."""
-    if not (torch.compiler.is_compiling() or out.is_inference()):
+    if not (_is_compiling() or out.is_inference()):
         torch.autograd.graph.increment_version(out)
     return out
 
 
 def _check_out(op: str, out: Tensor, **inputs: Tensor) -> None:
     """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
-    for argument, tensor in (*inputs.items(), ("out", out)):
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; use torch.no_grad()"
-            )
-        if forward_ad._current_level >= 0 and _has_tangent(tensor):
-            raise NotImplementedError(
-                f"posenc_ext::{op}: out= does not support forward-mode AD, but {argument} takes part in it"
-            )
-    if torch.compiler.is_compiling():
+    inputs["out"] = out
+    if _grad_enabled():
+        for argument, tensor in inputs.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; "
+                    "use torch.no_grad()"
+                )
+    if forward_ad._current_level >= 0:
+        for argument, tensor in inputs.items():
+            if _has_tangent(tensor):
+                raise NotImplementedError(
+                    f"posenc_ext::{op}: out= does not support forward-mode AD, but {argument} takes part in it"
+                )
+    if _is_compiling():
         return
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -325,7 +332,7 @@ def _check_out(op: str, out: Tensor, **inputs: Tensor) -> None:
 
 def _has_tangent(tensor: Tensor) -> bool:
     """Whether forward mode follows the tensor, or may: of the wrappers of torch.func, jvp sees through its own only."""
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return True  # no way to look
     if functorch.is_functorch_wrapped_tensor(tensor):
         inner = functorch.get_interpreter_stack()[-1]
