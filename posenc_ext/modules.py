@@ -336,7 +336,8 @@ class LearnedPositionalEmbedding(nn.Module):
 
         Raises:
             IndexError: a position outside [0, max_len): nothing was learned for it.
-            ValueError: x of another width, positions of another shape or dtype.
+            TypeError: positions that are not int64 or int32.
+            ValueError: x of another width, positions of another shape.
         """
         if x.shape[-1:] != (self.d_model,):
             raise ValueError(
@@ -349,7 +350,7 @@ class LearnedPositionalEmbedding(nn.Module):
     def _rows(self, token_shape: torch.Size, offset: int, positions: Tensor | None) -> Tensor:
         if positions is not None:
             if positions.dtype not in (torch.int64, torch.int32):
-                raise ValueError(
+                raise TypeError(
                     "posenc_ext.LearnedPositionalEmbedding: positions must have dtype int64 or int32, "
                     f"got {positions.dtype}"
                 )
