@@ -16,7 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from posenc_ext import _C, jagged
@@ -35,6 +37,8 @@ from posenc_ext.ops.call import (
 from posenc_ext.ops.tracing import decomposed, is_traced
 
 _ops = torch.ops.posenc_ext
+_is_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
 
 __all__ = [
@@ -209,7 +213,7 @@ def add_positional_encoding(
         raise ValueError(
             f"posenc_ext::add_positional_encoding: out= cannot be combined with token_scale, got {token_scale}"
         )
-    _refuse_gradient("add_positional_encoding", x=x, out=out)
+    _check_out("add_positional_encoding", out, x=x)
     check_offset("add_positional_encoding", offset)
     _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
     return _bump_version(out)
@@ -275,7 +279,7 @@ def positional_encoding(
         op = decomposed(op) if is_traced(positions) else op
         result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
         return result
-    _refuse_gradient("positional_encoding", out=out)
+    _check_out("positional_encoding", out)
     _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
     return _bump_version(out)
 
@@ -338,7 +342,7 @@ def _embed_in_place(
     check_offset("embed", call.offset)
     weight, input, positions, offset, token_scale, base, flags, *_ = call
     if out is not None:
-        _refuse_gradient("embed", weight=weight, out=out)
+        _check_out("embed", out, weight=weight)
         if general is not None:
             raise ValueError(f"posenc_ext::embed: out= cannot be combined with {', '.join(general)}")
     if max_norm is not None:
@@ -356,15 +360,44 @@ def _embed_in_place(
 
 def _bump_version(out: Tensor) -> Tensor:
     """Tell autograd that `out` was written to, as PyTorch's own ops do: a graph that had saved it must notice."""
-    if not (torch.compiler.is_compiling() or out.is_inference()):
+    if not (_is_compiling() or out.is_inference()):
         torch.autograd.graph.increment_version(out)
     return out
 
 
-def _refuse_gradient(op: str, **tensors: Tensor) -> None:
+def _check_out(op: str, out: Tensor, **inputs: Tensor) -> None:
     """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
-    for argument, tensor in tensors.items():
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; use torch.no_grad()"
-            )
+    inputs["out"] = out
+    if _grad_enabled():
+        for argument, tensor in inputs.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; "
+                    "use torch.no_grad()"
+                )
+    if forward_ad._current_level >= 0:
+        for argument, tensor in inputs.items():
+            if _has_tangent(tensor):
+                raise NotImplementedError(
+                    f"posenc_ext::{op}: out= does not support forward-mode AD, but {argument} takes part in it"
+                )
+    if _is_compiling():
+        return
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"posenc_ext::{op}: out is an inference tensor. Inplace update to inference tensor outside InferenceMode "
+            "is not allowed; write to a clone of it"
+        )
+    if out.is_neg():
+        raise ValueError(f"posenc_ext::{op}: out must not be a negated view; write to out.resolve_neg()")
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Whether forward mode follows the tensor, or may: of the wrappers of torch.func, jvp sees through its own only."""
+    if _is_compiling():
+        return True  # no way to look
+    if functorch.is_functorch_wrapped_tensor(tensor):
+        inner = functorch.get_interpreter_stack()[-1]
+        if inner.key() != functorch.TransformType.Jvp or inner.level() != functorch.maybe_get_level(tensor):
+            return True
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

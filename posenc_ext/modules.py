@@ -510,7 +510,8 @@ class LearnedPositionalEmbedding(nn.Module):
 
         Raises:
             IndexError: a position outside [0, max_len): nothing was learned for it.
-            ValueError: x of another width, positions of another shape or dtype.
+            TypeError: positions that are not int64 or int32.
+            ValueError: x of another width, positions of another shape.
         """
         if x.shape[-1:] != (self.d_model,):
             raise ValueError(
