@@ -69,7 +69,9 @@ def test_fuse(kind, dropout, ids):
     expected = module(ids)
     torch.manual_seed(8)
     assert close_to(kind, fused(ids), expected)
-    assert close_to(kind, fuse(module.eval())(ids), module(ids))  # the mode goes over too
+    fused = fuse(module.eval())  # the mode goes over too
+    assert not any(m.training for m in fused.modules())
+    assert close_to(kind, fused(ids), module(ids))
 
 
 def test_fuse_takes_the_spec_over(ids):
