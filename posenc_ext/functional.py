@@ -35,6 +35,7 @@ from posenc_ext.ops.tracing import decomposed, is_traced
 
 _ops = torch.ops.posenc_ext
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
+torch.fx.wrap("positional_encoding")  # torch.fx.symbolic_trace may have a symbol for the length
 
 __all__ = [
     "add_positional_encoding",
