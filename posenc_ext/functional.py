@@ -40,6 +40,7 @@ _ops = torch.ops.posenc_ext
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
+torch.fx.wrap("positional_encoding")  # torch.fx.symbolic_trace may have a symbol for the length
 
 __all__ = [
     "add_positional_encoding",
