@@ -10,6 +10,7 @@ cos(-p) = cos(p) exactly.
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -85,28 +86,32 @@ def embed(
     """
     chosen = resolve(convention)
     base, flags = chosen.spec(precision, batch_first)
-    if positions is None:
-        offset = offset + chosen.first_position
-    else:
-        positions = broadcast_positions(positions, input.shape, batch_first, "embed")
-    call = new_embed_call(
-        (
-            weight,
-            input,
-            positions,
-            offset,
-            math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
-            base,
-            flags,
-            -1 if padding_idx is None else _row_of(padding_idx, weight),
-            scale_grad_by_freq,
-            sparse,
+    try:
+        if positions is None:
+            offset = offset + chosen.first_position
+        else:
+            positions = broadcast_positions(positions, input.shape, batch_first, "embed")
+        call = new_embed_call(
+            (
+                weight,
+                input,
+                positions,
+                offset,
+                math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
+                base,
+                flags,
+                -1 if padding_idx is None else _row_of(padding_idx, weight),
+                scale_grad_by_freq,
+                sparse,
+            )
         )
-    )
-    general: dict[str, Any] | None = None  # what only the op embed_general takes
-    if max_norm is None and out is None:
-        return _embed.run(call, general)
-    return _embed_in_place(call, max_norm, norm_type, out, general)
+        general: dict[str, Any] | None = None  # what only the op embed_general takes
+        if max_norm is None and out is None:
+            return _embed.run(call, general)
+        return _embed_in_place(call, max_norm, norm_type, out, general)
+    except Exception:
+        _explain("embed", input=input, weight=weight, positions=positions, out=out)
+        raise
 
 
 def scaled_embedding(
@@ -122,22 +127,26 @@ def scaled_embedding(
     out: Tensor | None = None,
 ) -> Tensor:
     """`weight[input] * token_scale` in one pass: `embed` without an encoding. Arguments and errors as there."""
-    call = new_embed_call(
-        (
-            weight,
-            input,
-            None,
-            0,
-            math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
-            *NO_ENCODING,
-            -1 if padding_idx is None else _row_of(padding_idx, weight),
-            scale_grad_by_freq,
-            sparse,
+    try:
+        call = new_embed_call(
+            (
+                weight,
+                input,
+                None,
+                0,
+                math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
+                *NO_ENCODING,
+                -1 if padding_idx is None else _row_of(padding_idx, weight),
+                scale_grad_by_freq,
+                sparse,
+            )
         )
-    )
-    if max_norm is None and out is None:
-        return _embed.run(call)
-    return _embed_in_place(call, max_norm, norm_type, out)
+        if max_norm is None and out is None:
+            return _embed.run(call)
+        return _embed_in_place(call, max_norm, norm_type, out)
+    except Exception:
+        _explain("embed", input=input, weight=weight, out=out)
+        raise
 
 
 def add_positional_encoding(
@@ -165,16 +174,20 @@ def add_positional_encoding(
     """
     chosen = resolve(convention)
     spec = chosen.spec(precision, batch_first)
-    if positions is None:
-        offset = offset + chosen.first_position
-    else:
-        positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
-    if out is None:
-        return _add.run(x, positions, offset, spec)
-    _check_out("add_positional_encoding", out, x=x)
-    check_offset("add_positional_encoding", offset)
-    _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
-    return _bump_version(out)
+    try:
+        if positions is None:
+            offset = offset + chosen.first_position
+        else:
+            positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
+        if out is None:
+            return _add.run(x, positions, offset, spec)
+        _check_out("add_positional_encoding", out, x=x)
+        check_offset("add_positional_encoding", offset)
+        _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
+        return _bump_version(out)
+    except Exception:
+        _explain("add_positional_encoding", x=x, positions=positions, out=out)
+        raise
 
 
 def positional_encoding(
@@ -207,30 +220,47 @@ def positional_encoding(
         ValueError: an argument that does not fit.
     """
     chosen = resolve(convention)
-    if isinstance(positions_or_length, Tensor):
-        positions = positions_or_length
-        if device is not None and torch.device(device) != positions.device:
-            raise ValueError(
-                f"posenc_ext::positional_encoding: device must be that of positions ({positions.device}), got {device}"
+    try:
+        if isinstance(positions_or_length, Tensor):
+            positions = positions_or_length
+            if device is not None and torch.device(device) != positions.device:
+                raise ValueError(
+                    "posenc_ext::positional_encoding: device must be that of positions "
+                    f"({positions.device}), got {device}"
+                )
+        else:
+            if positions_or_length < 0:
+                raise ValueError(
+                    f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}"
+                )
+            positions = torch.arange(positions_or_length, device=device)
+            offset = offset + chosen.first_position
+            if offset + positions_or_length > 2**63:
+                raise ValueError(
+                    f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} "
+                    "exceeds the int64 range"
+                )
+        check_offset("positional_encoding", offset)
+        spec = chosen.spec(precision)
+        if out is None:
+            result: Tensor = _ops.positional_encoding(
+                positions, d_model, offset, *spec, dtype or torch.get_default_dtype()
             )
-    else:
-        if positions_or_length < 0:
-            raise ValueError(f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}")
-        positions = torch.arange(positions_or_length, device=device)
-        offset = offset + chosen.first_position
-        if offset + positions_or_length > 2**63:
-            raise ValueError(
-                f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} "
-                "exceeds the int64 range"
-            )
-    check_offset("positional_encoding", offset)
-    spec = chosen.spec(precision)
-    if out is None:
-        result: Tensor = _ops.positional_encoding(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
-        return result
-    _check_out("positional_encoding", out)
-    _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
-    return _bump_version(out)
+            return result
+        _check_out("positional_encoding", out)
+        _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
+        return _bump_version(out)
+    except Exception:
+        given = {"positions": positions_or_length}
+        if not isinstance(positions_or_length, Tensor):
+            if not isinstance(positions_or_length, (Integral, torch.SymInt)):
+                raise TypeError(
+                    "posenc_ext::positional_encoding: positions_or_length must be a torch.Tensor or an int, "
+                    f"got {type(positions_or_length).__name__}"
+                ) from None
+            given = {}
+        _explain("positional_encoding", **given, out=out)
+        raise
 
 
 def angular_frequencies(
@@ -241,8 +271,9 @@ def angular_frequencies(
     `"exact"`: base^(-2k/D) or base^(-k/(D/2-1)). `"reference"`: the float32 numbers that fp32 tables are built from,
     exp(fl32(2k) * fl32(-ln(base)/D)) with the exponential rounded correctly.
     """
-    if d_model < 1:
-        raise ValueError(f"posenc_ext.angular_frequencies: d_model must be positive, got {d_model}")
+    if not 1 <= d_model <= 2**24:
+        text = "positive" if d_model < 1 else f"at most {2**24}"
+        raise ValueError(f"posenc_ext.angular_frequencies: d_model must be {text}, got {d_model}")
     chosen = resolve(convention)
     chosen.spec(precision)  # refuses an unknown precision
     width = d_model + d_model % 2 if chosen.odd == "round_up" else d_model
@@ -255,6 +286,17 @@ def angular_frequencies(
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _explain(op: str, **arguments: Any) -> None:
+    """Once a call has failed: raise what is wrong with the type of an argument, where that is the reason."""
+    for name, value in arguments.items():
+        if value is None and name in ("positions", "out"):
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"posenc_ext::{op}: {name} must be a torch.Tensor, got {type(value).__name__}") from None
+        if value.layout not in (torch.strided, torch.jagged):
+            raise ValueError(f"posenc_ext::{op}: {name} must be a dense tensor, got layout {value.layout}") from None
 
 
 def _row_of(padding_idx: int, weight: Tensor) -> int:
