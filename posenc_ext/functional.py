@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -99,36 +100,40 @@ def embed(
         ValueError: any other argument that does not fit.
         NotImplementedError: `sparse=True` inside torch.compile or torch.export.
     """
-    if has_torch_function_variadic(input, weight) or input.is_nested:
-        return _overridden(embed, "input", locals())
-    chosen = resolve(convention)
-    base, flags = chosen.spec(precision, batch_first)
-    if type(offset) is not int:
-        offset, positions = resolve_offset(
-            offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
+    try:
+        if has_torch_function_variadic(input, weight) or input.is_nested:
+            return _overridden(embed, "input", locals())
+        chosen = resolve(convention)
+        base, flags = chosen.spec(precision, batch_first)
+        if type(offset) is not int:
+            offset, positions = resolve_offset(
+                offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
+            )
+        if positions is None:
+            offset = offset + chosen.first_position
+        else:
+            positions = broadcast_positions(positions, input.shape, batch_first, "embed")
+        call = new_embed_call(
+            (
+                weight,
+                input,
+                positions,
+                offset,
+                math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
+                base,
+                flags,
+                -1 if padding_idx is None else _row_of(padding_idx, weight),
+                scale_grad_by_freq,
+                sparse,
+            )
         )
-    if positions is None:
-        offset = offset + chosen.first_position
-    else:
-        positions = broadcast_positions(positions, input.shape, batch_first, "embed")
-    call = new_embed_call(
-        (
-            weight,
-            input,
-            positions,
-            offset,
-            math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
-            base,
-            flags,
-            -1 if padding_idx is None else _row_of(padding_idx, weight),
-            scale_grad_by_freq,
-            sparse,
-        )
-    )
-    general: dict[str, Any] | None = None  # what only the op embed_general takes
-    if max_norm is None and out is None:
-        return _embed.run(call, general)
-    return _embed_in_place(call, max_norm, norm_type, out, general)
+        general: dict[str, Any] | None = None  # what only the op embed_general takes
+        if max_norm is None and out is None:
+            return _embed.run(call, general)
+        return _embed_in_place(call, max_norm, norm_type, out, general)
+    except Exception:
+        _explain("embed", input=input, weight=weight, positions=positions, out=out)
+        raise
 
 
 def scaled_embedding(
@@ -144,24 +149,28 @@ def scaled_embedding(
     out: Tensor | None = None,
 ) -> Tensor:
     """`weight[input] * token_scale` in one pass: `embed` without an encoding. Arguments and errors as there."""
-    if has_torch_function_variadic(input, weight) or input.is_nested:
-        return _overridden(scaled_embedding, "input", locals())
-    call = new_embed_call(
-        (
-            weight,
-            input,
-            None,
-            0,
-            math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
-            *NO_ENCODING,
-            -1 if padding_idx is None else _row_of(padding_idx, weight),
-            scale_grad_by_freq,
-            sparse,
+    try:
+        if has_torch_function_variadic(input, weight) or input.is_nested:
+            return _overridden(scaled_embedding, "input", locals())
+        call = new_embed_call(
+            (
+                weight,
+                input,
+                None,
+                0,
+                math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
+                *NO_ENCODING,
+                -1 if padding_idx is None else _row_of(padding_idx, weight),
+                scale_grad_by_freq,
+                sparse,
+            )
         )
-    )
-    if max_norm is None and out is None:
-        return _embed.run(call)
-    return _embed_in_place(call, max_norm, norm_type, out)
+        if max_norm is None and out is None:
+            return _embed.run(call)
+        return _embed_in_place(call, max_norm, norm_type, out)
+    except Exception:
+        _explain("embed", input=input, weight=weight, out=out)
+        raise
 
 
 def add_positional_encoding(
@@ -189,35 +198,39 @@ def add_positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
-    if has_torch_function_unary(x) or x.is_nested:
-        return _overridden(add_positional_encoding, "x", locals())
-    chosen = resolve(convention)
-    spec = chosen.spec(precision, batch_first)
-    if type(offset) is not int:
-        offset, positions = resolve_offset(
-            offset,
-            positions,
-            x.shape[:-1],
-            batch_first,
-            chosen.first_position,
-            x.device,
-            "add_positional_encoding",
-        )
-    if positions is None:
-        offset = offset + chosen.first_position
-    else:
-        positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
-    if out is None:
-        return _add.run(x, positions, offset, spec, token_scale)
-    _shard.refuse("add_positional_encoding", x, out=out)
-    if token_scale != 1:
-        raise ValueError(
-            f"posenc_ext::add_positional_encoding: out= cannot be combined with token_scale, got {token_scale}"
-        )
-    _check_out("add_positional_encoding", out, x=x)
-    check_offset("add_positional_encoding", offset)
-    _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
-    return _bump_version(out)
+    try:
+        if has_torch_function_unary(x) or x.is_nested:
+            return _overridden(add_positional_encoding, "x", locals())
+        chosen = resolve(convention)
+        spec = chosen.spec(precision, batch_first)
+        if type(offset) is not int:
+            offset, positions = resolve_offset(
+                offset,
+                positions,
+                x.shape[:-1],
+                batch_first,
+                chosen.first_position,
+                x.device,
+                "add_positional_encoding",
+            )
+        if positions is None:
+            offset = offset + chosen.first_position
+        else:
+            positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
+        if out is None:
+            return _add.run(x, positions, offset, spec, token_scale)
+        _shard.refuse("add_positional_encoding", x, out=out)
+        if token_scale != 1:
+            raise ValueError(
+                f"posenc_ext::add_positional_encoding: out= cannot be combined with token_scale, got {token_scale}"
+            )
+        _check_out("add_positional_encoding", out, x=x)
+        check_offset("add_positional_encoding", offset)
+        _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
+        return _bump_version(out)
+    except Exception:
+        _explain("add_positional_encoding", x=x, positions=positions, out=out)
+        raise
 
 
 def positional_encoding(
@@ -249,40 +262,49 @@ def positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
-    if isinstance(positions_or_length, Tensor) and (
-        has_torch_function_unary(positions_or_length) or positions_or_length.is_nested
-    ):
-        return _overridden(positional_encoding, "positions_or_length", locals())
-    chosen = resolve(convention)
-    if isinstance(positions_or_length, Tensor):
-        positions, first = positions_or_length, 0
-        if device is not None and torch.device(device) != positions.device:
+    try:
+        if isinstance(positions_or_length, Tensor) and (
+            has_torch_function_unary(positions_or_length) or positions_or_length.is_nested
+        ):
+            return _overridden(positional_encoding, "positions_or_length", locals())
+        chosen = resolve(convention)
+        if isinstance(positions_or_length, Tensor):
+            positions, first = positions_or_length, 0
+            if device is not None and torch.device(device) != positions.device:
+                raise ValueError(
+                    "posenc_ext::positional_encoding: device must be that of positions "
+                    f"({positions.device}), got {device}"
+                )
+        else:
+            if positions_or_length < 0:
+                raise ValueError(
+                    f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}"
+                )
+            positions, first = torch.arange(positions_or_length, device=device), chosen.first_position
+        if type(offset) is not int:
+            shape = positions.shape
+            offset, moved = resolve_offset(offset, positions, shape, True, 0, positions.device, "positional_encoding")
+            positions = positions if moved is None else moved
+        offset = offset + first
+        if not isinstance(positions_or_length, Tensor) and offset + positions_or_length > 2**63:
             raise ValueError(
-                f"posenc_ext::positional_encoding: device must be that of positions ({positions.device}), got {device}"
+                f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} "
+                "exceeds the int64 range"
             )
-    else:
-        if positions_or_length < 0:
-            raise ValueError(f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}")
-        positions, first = torch.arange(positions_or_length, device=device), chosen.first_position
-    if type(offset) is not int:
-        shape = positions.shape
-        offset, moved = resolve_offset(offset, positions, shape, True, 0, positions.device, "positional_encoding")
-        positions = positions if moved is None else moved
-    offset = offset + first
-    if not isinstance(positions_or_length, Tensor) and offset + positions_or_length > 2**63:
-        raise ValueError(
-            f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} exceeds the int64 range"
-        )
-    check_offset("positional_encoding", offset)
-    spec = chosen.spec(precision)
-    if out is None:
-        op = _ops.positional_encoding.default
-        op = decomposed(op) if is_traced(positions) else op
-        result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
-        return result
-    _check_out("positional_encoding", out)
-    _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
-    return _bump_version(out)
+        check_offset("positional_encoding", offset)
+        spec = chosen.spec(precision)
+        if out is None:
+            op = _ops.positional_encoding.default
+            op = decomposed(op) if is_traced(positions) else op
+            result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
+            return result
+        _check_out("positional_encoding", out)
+        _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
+        return _bump_version(out)
+    except Exception:
+        _explain_positions(positions_or_length)
+        _explain("positional_encoding", out=out)
+        raise
 
 
 def angular_frequencies(
@@ -317,6 +339,28 @@ def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[st
     relevant = (given, arguments["weight"]) if "weight" in arguments else (given,)
     result: Tensor = handle_torch_function(function, relevant, **arguments)
     return result
+
+
+def _explain(op: str, **arguments: Any) -> None:
+    """Once a call has failed: raise what is wrong with the type of an argument, where that is the reason."""
+    for name, value in arguments.items():
+        if value is None and name in ("positions", "out"):
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"posenc_ext::{op}: {name} must be a torch.Tensor, got {type(value).__name__}") from None
+        if value.layout not in (torch.strided, torch.jagged):
+            raise ValueError(f"posenc_ext::{op}: {name} must be a dense tensor, got layout {value.layout}") from None
+
+
+def _explain_positions(given: Any) -> None:
+    """As `_explain`, for what may be a length."""
+    if isinstance(given, Tensor):
+        _explain("positional_encoding", positions=given)
+    elif not isinstance(given, (Integral, torch.SymInt)):
+        raise TypeError(
+            "posenc_ext::positional_encoding: positions_or_length must be a torch.Tensor or an int, "
+            f"got {type(given).__name__}"
+        ) from None
 
 
 def _row_of(padding_idx: int, weight: Tensor) -> int:
