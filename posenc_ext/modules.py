@@ -392,8 +392,8 @@ class TransformerEmbedding(_Lookup, _Encoded):
         token_scale, embed_scale: as given.
         dropout: an `nn.Dropout`.
 
-    Loads checkpoints of the textbook pair (`0.lut.weight`) and of version 0.1 (`weight`) as well, and a table (`pe`,
-    `1.pe`, ...) is checked and dropped as in `PositionalEncoding`.
+    Loads checkpoints of the textbook pair (`0.lut.weight`, or what a parametrised `lut` saves) and of version 0.1
+    (`weight`) as well, and a table (`pe`, `1.pe`, ...) is checked and dropped as in `PositionalEncoding`.
 
     Raises:
         ValueError: a size that is not positive, or an option out of range.
