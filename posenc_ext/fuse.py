@@ -132,10 +132,8 @@ def _lut(module: nn.Module) -> nn.Module | None:
         return module.lut
     if isinstance(module, nn.Embedding):
         return module
-    children = list(module.children())
-    found = [child for child in children if isinstance(child, nn.Embedding)]
-    alone = len(found) == 1 and set(module.parameters()) == set(found[0].parameters())
-    return found[0] if alone and not any(map(_tabulates, children)) else None
+    found = [child for child in module.children() if isinstance(child, nn.Embedding)]
+    return found[0] if len(found) == 1 and set(module.parameters()) == set(found[0].parameters()) else None
 
 
 def _tabulates(module: nn.Module) -> bool:

@@ -649,6 +649,13 @@ def test_there_and_back_with_numbers_of_ones_own(options, ids):
     assert (again.token_scale, again.convention.base) == (first.token_scale, first.convention.base)
 
 
+@make.each("name", ["vaswani", "tensor2tensor", "opennmt_tf", "musicgen", "marian", "xlm", "sin_cos"])
+def test_the_convention_keeps_its_name_and_precision(name):
+    """Some differ by precision only."""
+    again = fuse(unfuse(layer(convention=name)))
+    assert (again.convention, again.precision) == (CONVENTIONS[name], CONVENTIONS[name].precision)
+
+
 @make.each_half
 def test_sixteen_bit_types_differ_by_rounding(dtype):
     """The textbook rounds product, table and sum, the layer the sum: half a unit each."""
