@@ -7,6 +7,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -240,7 +241,7 @@ def _compared(pair: _Pair, probe: Tensor | None) -> dict[str, Any]:
         found = ", ".join(map(repr, _tables(pair.encoding)))
         raise _Refusal(f"the table {found} of {_names([pair.encoding])} follows no known convention")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _kept_random_state(weight.device):
             return _fitting(pair, recipes, _default_probes(pair) if probe is None else [probe.to(weight.device)])
     except _Refusal:
         raise
@@ -331,8 +332,12 @@ def _off(twin: _Pair, recipe: dict[str, Any], probes: list[Tensor]) -> tuple[boo
 
 
 def _called(module: nn.Module, ids: Tensor) -> Any:
-    with torch.random.fork_rng([ids.device] if ids.is_cuda else []):
+    with _kept_random_state(ids.device):
         return module(ids)
+
+
+def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------

@@ -546,7 +546,12 @@ def test_what_looks_alike_is_refused_by_its_results(case):
     assert_refused(lambda: fuse(nn.Sequential(*make_them())), *words)
 
 
-@make.each("inside", {"alike": Positions, "refused": FunctionalDropout, "raising": Asking})
+class AlwaysNoisy(Positions):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn(1)
+
+
+@make.each("inside", {"alike": Positions, "refused": FunctionalDropout, "raising": Asking, "drawing": AlwaysNoisy})
 def test_a_comparison_leaves_no_trace(inside):
     """Not in the modes, the random numbers, the weight or the attributes, whether it ends well or not."""
 
