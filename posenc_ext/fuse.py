@@ -7,6 +7,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -132,10 +133,8 @@ def _lut(module: nn.Module) -> nn.Module | None:
         return module.lut
     if isinstance(module, nn.Embedding):
         return module
-    children = list(module.children())
-    found = [child for child in children if isinstance(child, nn.Embedding)]
-    alone = len(found) == 1 and set(module.parameters()) == set(found[0].parameters())
-    return found[0] if alone and not any(map(_tabulates, children)) else None
+    found = [child for child in module.children() if isinstance(child, nn.Embedding)]
+    return found[0] if len(found) == 1 and set(module.parameters()) == set(found[0].parameters()) else None
 
 
 def _tabulates(module: nn.Module) -> bool:
@@ -242,7 +241,7 @@ def _compared(pair: _Pair, probe: Tensor | None) -> dict[str, Any]:
         found = ", ".join(map(repr, _tables(pair.encoding)))
         raise _Refusal(f"the table {found} of {_names([pair.encoding])} follows no known convention")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _kept_random_state(weight.device):
             return _fitting(pair, recipes, _default_probes(pair) if probe is None else [probe.to(weight.device)])
     except _Refusal:
         raise
@@ -333,8 +332,12 @@ def _off(twin: _Pair, recipe: dict[str, Any], probes: list[Tensor]) -> tuple[boo
 
 
 def _called(module: nn.Module, ids: Tensor) -> Any:
-    with torch.random.fork_rng([ids.device] if ids.is_cuda else []):
+    with _kept_random_state(ids.device):
         return module(ids)
+
+
+def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
