@@ -193,7 +193,7 @@ class Object(NamedTuple):
         """Where it is kept."""
         made_by = " ".join([*self.command, str(self.source.relative_to(ROOT)), self.versions])
         key = hashlib.sha256(made_by.encode()).hexdigest()[:16]
-        return OBJECTS / f"{self.source.stem}{self.suffix}-{key}.o"
+        return OBJECTS / f"{self.source.parent.name}-{self.source.stem}{self.suffix}-{key}.o"
 
     def fresh(self) -> bool:
         """Whether it is there, and made of our sources as they are."""
