@@ -134,9 +134,8 @@ def consume_tables(
 
 def rename_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
     """Give the weight of a `TransformerEmbedding` its name of today, or append to `errors` that it has several."""
-    own = _own(module, prefix)
-    names = [name for name in WEIGHT_KEYS if not (name.startswith("0.") and prefix + "0." in own)]
-    keys = [prefix + name for name in names if prefix + name in state_dict and prefix + name not in own]
+    names = [name for name in WEIGHT_KEYS if not (name.startswith("0.") and "0" in module._modules)]
+    keys = [prefix + name for name in names if prefix + name in state_dict]
     if len(keys) > 1:
         found = " and ".join(map(repr, keys))
         errors.append(
