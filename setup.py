@@ -113,12 +113,11 @@ def find_compiler() -> list[str]:
     kind, version = ("clang", "__clang_major__") if "__clang_major__" in defined else ("g++", "__GNUC__")
     if int(defined.get(version, 0)) < LEAST_COMPILER[kind]:
         least = " or ".join(f"{name} {number}" for name, number in LEAST_COMPILER.items())
-        raise refuse(
-            f"C++20 code needs {least} or newer, {compiler[0]} is {kind} {defined.get(version, 'of no known')}"
-        )
+        found = f"{kind} {defined.get(version, 'of an unknown version')}"
+        raise refuse(f"{compiler[0]} is {found}, and its C++20 is too old: {least} or newer is needed")
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
-        raise refuse(f"the headers of Python are missing (no Python.h in {headers}): install python3-dev or its like")
+        raise refuse(f"no Python.h in {headers}: install the headers of Python (python3-dev)")
     return compiler
 
 
@@ -193,7 +192,7 @@ class Object(NamedTuple):
         """Where it is kept."""
         made_by = " ".join([*self.command, str(self.source.relative_to(ROOT)), self.versions])
         key = hashlib.sha256(made_by.encode()).hexdigest()[:16]
-        return OBJECTS / f"{self.source.stem}{self.suffix}-{key}.o"
+        return OBJECTS / f"{self.source.parent.name}-{self.source.stem}{self.suffix}-{key}.o"
 
     def fresh(self) -> bool:
         """Whether it is there, and made of our sources as they are."""
@@ -312,9 +311,14 @@ class Build(build_ext):
             subprocess.run(linked, check=True)
 
 
+setup_requires = []
+# pip asks for this before it builds. Metadata and source distributions need no torch.
+if "egg_info" in sys.argv and not find_torch():
+    announce("no torch here: pip installs one for the build alone, minutes long (`pip install torch` first saves them)")
+    setup_requires = ["torch>=2.10"]
+
 setup(
     ext_modules=[Extension(f"posenc_ext.{name}", []) for name in ("libposenc_ext_ops", "_C")],
     cmdclass={"build_ext": Build},
-    # Asked for by pip before it builds; metadata and source distributions need no torch.
-    setup_requires=["torch>=2.10"] if "egg_info" in sys.argv and not find_torch() else [],
+    setup_requires=setup_requires,
 )

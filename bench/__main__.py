@@ -36,7 +36,7 @@ def _main(args: argparse.Namespace) -> int:
     cases = run.cases_of(settings, args.kernels)
     chosen = run.select(cases, [name for group in args.only for name in group.split(",") if name])
     if args.list:
-        print("\n".join(f"{case.name:44} {case.title}" for case in chosen))
+        report.say("\n".join(f"{case.name:34} {case.title}" for case in chosen))
         return 0
     if args.estimate_only:
         roofline.show(roofline.estimates(roofline.chip_of(args.chip or "")))
@@ -55,23 +55,24 @@ def _main(args: argparse.Namespace) -> int:
 
     start, found = time.monotonic(), []
     todo = list(run.steps(chosen, settings))
-    for i, (title, step) in enumerate(todo, 1):
-        took = time.monotonic() - start
-        if took > args.seconds:
-            found.append(rows.Row(title, "all", note=f"{rows.FAILED}left out, {args.seconds:.0f} s were over"))
-            continue
-        print(f"{took:4.0f} s  {i}/{len(todo)}  {title}", file=sys.stderr, flush=True)
-        found += step()
-        if path is not None:  # a run that is cut short leaves what it had
-            said = {**dataclasses.asdict(settings), "took": round(time.monotonic() - start, 1)}
-            rows.write(path, found, machine=facts, settings=said)
+    with report.progress(len(todo)) as announce:
+        for title, step in todo:
+            took = time.monotonic() - start
+            if took > args.seconds:
+                found.append(rows.Row(title, "all", note=f"{rows.FAILED}left out, {args.seconds:.0f} s were over"))
+                continue
+            announce(title)
+            found += step()
+            if path is not None:  # a run that is cut short leaves what it had
+                said = {**dataclasses.asdict(settings), "took": round(time.monotonic() - start, 1)}
+                rows.write(path, found, machine=facts, settings=said)
 
-    print(f"{machine.headline(facts, settings)}\n")
+    report.say(f"{machine.headline(facts, settings)}\n")
     report.show(found, {case.name: case.title for case in chosen})
     if older is not None:
         report.show_changes(older, found)
     if path is not None:
-        print(f"{time.monotonic() - start:.0f} s; kept in {path}")
+        report.say(f"{time.monotonic() - start:.0f} s; kept in {path}")
     return 1 if args.strict and any(row.passed is False or row.failed for row in found) else 0
 
 

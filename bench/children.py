@@ -11,17 +11,30 @@ from typing import Any
 POOLED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "536870912"}
 
 
-def call(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Call a function in a fresh process, started with these variables besides the present ones.
+class Child:
+    """A process of its own, started by the first call with these variables besides the present ones."""
 
-    Raises:
-        BrokenProcessPool: the process ended without a result. What the function raises is raised here.
-    """
-    before = dict(os.environ)
-    os.environ.update(environment or {})  # glibc reads its own when a process starts
-    try:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(function, *arguments).result()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self._environment = environment or {}
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function there.
+
+        Raises:
+            BrokenProcessPool: the process ended without a result. What the function raises is raised here.
+        """
+        before = dict(os.environ)
+        os.environ.update(self._environment)  # glibc reads its own when a process starts
+        try:
+            return self.pool.submit(function, *arguments).result()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a fresh process."""
+    child = Child()
+    with child.pool:
+        return child.call(function, *arguments)

@@ -1,13 +1,18 @@
 """The tables a reader sees."""
 
+import contextlib
+import itertools
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .cases import KERNEL, OTHER, OUT, PLAIN, POOLED
 from .rows import Row
 from .timing import CALLED, COLD, GRAPH
 
-WIDTH = 150  # where nobody looks: narrower, and text would break across lines
+WIDTH = 132  # where nobody looks, and COLUMNS is not set
 
 _SECTIONS = {
     OUT: "Into a given output (out=)",
@@ -23,27 +28,32 @@ _SECTIONS = {
 _STYLES = {"pass": "[green]pass[/]", "MISS": "[bold red]MISS[/]", "failed": "[red]failed[/]"}
 
 
+_COLUMNS = ("", "median", "ratio", "quartiles", "threshold", "", "MB", "GB/s", "of copy")
+_LEAST_WIDTH = {"quartiles": 100, "of copy": 100, "MB": 120, "GB/s": 120}  # of a terminal that shows the column
+
+
 def show(rows: Sequence[Row], titles: Mapping[str, str]) -> None:
     """One table for each mode, notes below it, and the verdict."""
-    columns = ("case", "provider", "median", "ratio", "quartiles", "threshold", "", "MB", "GB/s", "of copy")
+    shown = [i for i, name in enumerate(_COLUMNS) if width() >= _LEAST_WIDTH.get(name, 0)]
     for mode, heading in _SECTIONS.items():
-        chosen, lines, last = [row for row in rows if row.mode == mode], [], ""
-        for row in chosen:
-            lines.append(cells(row, titles.get(row.case, row.case) if row.case != last else ""))
-            last = row.case
+        chosen = [row for row in rows if row.mode == mode]
+        lines = []
+        for case, of_case in itertools.groupby(chosen, key=lambda row: row.case):
+            lines.append([titles.get(case, case)])
+            lines += [[cells(row)[i] for i in shown] for row in of_case]
         if chosen:
-            table(heading, columns, lines)
-            print("".join(f"  {row.case}, {row.provider}: {row.note}\n" for row in chosen if row.note))
-    print(verdict(rows))
+            table(heading, [_COLUMNS[i] for i in shown], lines)
+            say("".join(f"  {row.case}, {row.provider}: {row.note}\n" for row in chosen if row.note))
+    say(verdict(rows))
 
 
-def cells(row: Row, title: str) -> list[str]:
+def cells(row: Row) -> list[str]:
     """A row as text."""
     took = number(row.median_us, "us") if row.value is None else number(row.value, row.unit)
     quartiles = "" if row.q25 is None else f"{row.q25:.2f}-{row.q75:.2f}"
     speeds = number(row.bytes, "bytes"), number(row.gigabytes_per_second, "GB/s"), number(row.of_copy, "share")
     judged = number(row.ratio), quartiles, threshold(row), mark(row)
-    return [title, row.provider, "failed" if row.failed else took, *judged, *speeds]
+    return [f"  {row.provider}", "failed" if row.failed else took, *judged, *speeds]
 
 
 def mark(row: Row) -> str:
@@ -68,14 +78,15 @@ def verdict(rows: Sequence[Row]) -> str:
 def show_changes(old: Sequence[Row], new: Sequence[Row]) -> None:
     """What became of every row that both runs have."""
     before, lines = {(row.case, row.mode, row.provider): row for row in old}, []
-    for row in new:
-        if was := before.get((row.case, row.mode, row.provider)):
+    both = [row for row in new if (row.case, row.mode, row.provider) in before]
+    for (case, mode), of_case in itertools.groupby(both, key=lambda row: (row.case, row.mode)):
+        lines.append([f"{case} {mode}".strip()])
+        for row in of_case:
+            was = before[case, mode, row.provider]
             took = [number(r.median_us, "us") if r.value is None else number(r.value, r.unit) for r in (was, row)]
             change = f"{row.median_us / was.median_us - 1:+.0%}" if row.median_us and was.median_us else ""
-            name = f"{row.case} {row.mode}".strip()
-            lines.append([name, row.provider, *took, change, number(was.ratio), number(row.ratio)])
-    columns = ("case", "provider", "median before", "now", "change", "ratio before", "now")
-    table("Against the older run", columns, lines, sections=False)
+            lines.append([f"  {row.provider}", *took, change, number(was.ratio), number(row.ratio)])
+    table("Against the older run", ("", "before", "now", "change", "ratio", "now"), lines)
 
 
 _FORMATS = {"us": "{:.3g} us", "error": "{:.2e}", "share": "{:.0%}", "bytes": "{:.1f}", "GB/s": "{:.0f}", "": "{:.2f}"}
@@ -95,14 +106,24 @@ def threshold(row: Row) -> str:
     return "" if row.threshold is None else f"{'>=' if row.at_least else '<='} {number(row.threshold, row.unit)}"
 
 
-def table(title: str, columns: Sequence[str], lines: Sequence[list[str]], sections: bool = True) -> None:
+def width() -> int:
+    """Columns of the terminal."""
+    return shutil.get_terminal_size((WIDTH, 0)).columns
+
+
+def say(text: str) -> None:
+    """Lines of text, cut at the width of the terminal."""
+    for line in text.splitlines():
+        print("\n".join(textwrap.wrap(line, width(), subsequent_indent="    ")))
+
+
+def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """To the standard output, with rich where it is installed: a machine lent for a benchmark may not have it.
 
     Args:
         title: above the table.
-        columns: their names; the first two hold text.
-        lines: of cells.
-        sections: whether a line that begins with text begins a section.
+        columns: their names; the first one holds text.
+        lines: of cells; a single cell is the title of those below it.
     """
     try:
         from rich import box, console
@@ -112,9 +133,41 @@ def table(title: str, columns: Sequence[str], lines: Sequence[list[str]], sectio
         return
     made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for i, name in enumerate(columns):
-        made.add_column(name, justify="left" if i < 2 else "right", no_wrap=i > 1)
+        made.add_column(name, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for line in lines:
-        if sections and line[0]:
+        if len(line) == 1:
             made.add_section()
-        made.add_row(*(_STYLES.get(cell, cell) for cell in line))
-    console.Console(width=None if sys.stdout.isatty() else WIDTH).print(made)
+        made.add_row(*(_STYLES.get(cell, cell) for cell in line), style="bold" if len(line) == 1 else None)
+    console.Console(width=width()).print(made)
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Gives what is to be called before each step: it says how many are done, of how many, and what comes next.
+
+    On the standard error: in one line that is drawn over where rich has a terminal, else line by line. Nothing is drawn
+    between the calls, since a thread that does would disturb what is measured.
+    """
+    start, done = time.monotonic(), itertools.count()
+    line = "{done} of {total} done, {took:.0f} s: {title}"
+    try:
+        from rich import console, progress, table
+
+        screen = console.Console(stderr=True)
+    except ImportError:
+        screen = None
+    if screen is None or not screen.is_terminal:
+        yield lambda title: print(
+            line.format(done=next(done), total=total, took=time.monotonic() - start, title=title),
+            file=sys.stderr,
+            flush=True,
+        )
+        return
+    column = progress.TextColumn("{task.description}", table_column=table.Column(no_wrap=True, overflow="ellipsis"))
+    with progress.Progress(column, console=screen, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda title: bar.update(
+            task,
+            description=line.format(done=next(done), total=total, took=time.monotonic() - start, title=title),
+            refresh=True,
+        )

@@ -39,4 +39,4 @@ def estimates(chip: str) -> list[dict[str, Any]]:
 def show(entries: Sequence[dict[str, Any]]) -> None:
     """The table."""
     lines = [[str(value) for value in entry.values()] for entry in entries]
-    report.table(f"Lower bounds of the forward, {LABEL}", list(entries[0]), lines, sections=False)
+    report.table(f"Lower bounds of the forward, {LABEL}", list(entries[0]), lines)

@@ -41,20 +41,17 @@ def steps(cases: Sequence[Case], settings: Settings) -> Iterator[tuple[str, Call
     for case in cases:
         if case.group != POOLED:
             yield case.title, partial(run_case, case, settings)
-    pooled = [case for case in cases if case.group == POOLED]
-    if pooled:
-        names = [case.name for case in pooled]
-        call = partial(children.call, run_names, names, settings, environment=children.POOLED)
-        yield f"{len(names)} cases under a pooled allocator, in a process of their own", call
+    pooled, child = [case for case in cases if case.group == POOLED], children.Child(children.POOLED)
+    for case in pooled:
+        yield f"{case.title}, pooled allocator", partial(child.call, run_named, case.name, settings)
     less = dataclasses.replace(settings, rounds=max(settings.rounds // 2, 1), seconds=settings.seconds / 2)
     for case in [] if settings.quick else pooled:
         yield f"{case.title}, plain allocator", partial(run_case, case, less, PLAIN)
 
 
-def run_names(names: Sequence[str], settings: Settings) -> list[Row]:
+def run_named(name: str, settings: Settings) -> list[Row]:
     """The side of the child with the pooled allocator."""
-    cases = cases_of(settings)
-    return [row for name in names for row in run_case(cases[name], settings)]
+    return run_case(cases_of(settings)[name], settings)
 
 
 def run_case(case: Case, settings: Settings, group: str | None = None) -> list[Row]:

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "host_device.h"
+
 namespace posenc {
 
 template <class... Parts>
@@ -19,9 +21,9 @@ std::string message(const char* op, const Parts&... parts) {
 }
 
 // Allocates a tensor from Python and frees it, so that torch raises its own error where memory is short: its C
-// interface says no more than that something failed. Null where no Python module has set it.
+// interface says no more than that something failed. Null where no Python module has set it. One for both libraries.
 using Allocate = void (*)(const std::vector<int64_t>& sizes, const std::string& dtype, const std::string& device);
-inline Allocate allocate_from_python = nullptr;
+POSENC_API inline Allocate allocate_from_python = nullptr;
 
 }  // namespace posenc
 

@@ -96,7 +96,7 @@ def _of_other_bases(head: Tensor) -> Iterator[Convention]:
         )
         column = sinusoid_columns(head.shape[1], convention.layout, sines=len(exponents))[0]
         sine = float(head[1, column[-1]]) if len(head) > 1 and len(exponents) > 1 else 0.0
-        if 0 < sine < 1:
+        if 1e-30 < sine < 1:  # the powers below are finite
             starts = {0, convention.first_position}
             bases += [(convention, (math.asin(sine) / (p + 1)) ** (-1 / float(exponents[-1]))) for p in starts]
     for digits, (convention, base) in itertools.product(range(1, 8), bases):
@@ -139,7 +139,9 @@ def rename_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, er
     keys = [prefix + name for name in names if prefix + name in state_dict and prefix + name not in own]
     if len(keys) > 1:
         found = " and ".join(map(repr, keys))
-        errors.append(f"posenc_ext.{type(module).__name__}: {found} are both in the checkpoint, and name one weight")
+        errors.append(
+            f"posenc_ext.{type(module).__name__}: {found} are in the checkpoint together, and name one weight"
+        )
     values = [state_dict.pop(key) for key in keys]
     if values:
         state_dict[prefix + WEIGHT_KEYS[0]] = values[0]

@@ -120,6 +120,7 @@ def _info(_: argparse.Namespace) -> None:
         "numpy": np.__version__,
         "compiler": str(build["compiler"]),
         "machine": f"{platform.system()} {platform.machine()}",
+        "library of the ops": posenc_ext.ops_library(),
         "CPU instruction set": f"{_C.active_isa()} in use, of {', '.join(_C.available_isas())}",
         "threads": str(torch.get_num_threads()),
         "CUDA kernels": _cuda_build(build),

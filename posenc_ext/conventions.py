@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # The codes of the names, each a field of four bits in `Spec.flags` (csrc/encoding.h, csrc/spec.h).
 DIVISORS = {"d": 0, "half_minus_1": 1}
@@ -68,6 +68,13 @@ class Convention:
         if found is None:
             raise ValueError(_unknown("precision", precision, PRECISIONS))
         return found
+
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        """How `torch.fx.symbolic_trace` writes it into a graph: its name, or a call of this class for one without."""
+        if CONVENTIONS.get(self.name) == self:
+            return self.name
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return tracer.create_node("call_function", Convention, (), fields)
 
     @functools.cached_property
     def _specs(self) -> dict[tuple[str | None, bool], Spec]:

@@ -24,13 +24,6 @@ from posenc_ext.ops.call import GradientCall, by_name
 from posenc_ext.ops.compose import _wide
 from posenc_ext.reference import sinusoid_columns
 
-# The overloads that Python's own functions would not choose.
-_aten = torch.ops.aten
-arange: Callable[..., Tensor] = _aten.arange.start_step
-divide: Callable[..., Tensor] = _aten.div.Scalar_mode
-embedding: Callable[..., Tensor] = _aten.embedding.default
-pad: Callable[..., Tensor] = _aten.constant_pad_nd.default
-
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Every op of `torch.ops.posenc_ext` as a function of core ATen ops, for `ExportedProgram.run_decompositions`.
@@ -141,7 +134,7 @@ def _upper(x: Tensor) -> Tensor:
     """x / _DIGIT, rounded down, in two steps that are also exact where a runtime divides integers as float32."""
 
     def quotient(x: Tensor, bits: int) -> Tensor:
-        return divide(x - x % (1 << bits), 1 << bits, rounding_mode="trunc")
+        return torch.div(x - x % (1 << bits), 1 << bits, rounding_mode="trunc")
 
     return quotient(x, 45) * (1 << 15) + quotient(x % (1 << 45), 30)
 
@@ -169,7 +162,7 @@ def _arranged(sine: Tensor, cosine: Tensor, d_model: int, layout: str) -> Tensor
         parts = [pairs.view(*cosine.shape[:-1], 2 * len(cosines)), _columns(sine, len(cosines), len(sines))]
     result = torch.cat(parts, dim=-1)
     missing = d_model - len(sines) - len(cosines)
-    return pad(result, [0, missing]) if missing else result
+    return torch.constant_pad_nd(result, [0, missing]) if missing else result
 
 
 def _columns(x: Tensor, start: int, end: int) -> Tensor:
@@ -178,7 +171,7 @@ def _columns(x: Tensor, start: int, end: int) -> Tensor:
 
 
 def _range(end: int, device: torch.device, step: int = 1) -> Tensor:
-    return arange(0, end, step, dtype=torch.int64, device=device)
+    return torch.arange(0, end, step, dtype=torch.int64, device=device)
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
@@ -226,7 +219,7 @@ def _embed(
     d_model: int = -1,
 ) -> Tensor:
     if total_rows < 0:
-        rows = embedding(weight, input, padding_idx, scale_grad_by_freq, sparse)
+        rows = torch.embedding(weight, input, padding_idx, scale_grad_by_freq, sparse)
         return _add(rows, positions, offset, base, flags, token_scale, first_column, d_model)
     # A shard of rows: ids of other rows look up one row more, and their sum is negative zero.
     count = weight.shape[0]
@@ -235,8 +228,8 @@ def _embed(
     known = torch.logical_and(input >= 0, input < total_rows)
     row = torch.where(here, row, torch.where(known, torch.full_like(row, count), torch.full_like(row, -1)))
     padding = padding_idx - first_row
-    rows = embedding(
-        pad(weight, [0, 0, 0, 1]),
+    rows = torch.embedding(
+        torch.constant_pad_nd(weight, [0, 0, 0, 1]),
         row,
         padding if 0 <= padding < count else -1,
         scale_grad_by_freq,

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from posenc_ext import _C, jagged
@@ -37,7 +40,10 @@ from posenc_ext.ops.call import (
 from posenc_ext.ops.tracing import decomposed, is_traced
 
 _ops = torch.ops.posenc_ext
+_is_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
+torch.fx.wrap("positional_encoding")  # torch.fx.symbolic_trace may have a symbol for the length
 
 __all__ = [
     "add_positional_encoding",
@@ -96,36 +102,40 @@ def embed(
         ValueError: any other argument that does not fit.
         NotImplementedError: `sparse=True` inside torch.compile or torch.export.
     """
-    if has_torch_function_variadic(input, weight) or input.is_nested:
-        return _overridden(embed, "input", locals())
-    chosen = resolve(convention)
-    base, flags = chosen.spec(precision, batch_first)
-    if type(offset) is not int:
-        offset, positions = resolve_offset(
-            offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
+    try:
+        if has_torch_function_variadic(input, weight) or input.is_nested:
+            return _overridden(embed, "input", locals())
+        chosen = resolve(convention)
+        base, flags = chosen.spec(precision, batch_first)
+        if type(offset) is not int:
+            offset, positions = resolve_offset(
+                offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
+            )
+        if positions is None:
+            offset = offset + chosen.first_position
+        else:
+            positions = broadcast_positions(positions, input.shape, batch_first, "embed")
+        call = new_embed_call(
+            (
+                weight,
+                input,
+                positions,
+                offset,
+                math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
+                base,
+                flags,
+                -1 if padding_idx is None else _row_of(padding_idx, weight),
+                scale_grad_by_freq,
+                sparse,
+            )
         )
-    if positions is None:
-        offset = offset + chosen.first_position
-    else:
-        positions = broadcast_positions(positions, input.shape, batch_first, "embed")
-    call = new_embed_call(
-        (
-            weight,
-            input,
-            positions,
-            offset,
-            math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
-            base,
-            flags,
-            -1 if padding_idx is None else _row_of(padding_idx, weight),
-            scale_grad_by_freq,
-            sparse,
-        )
-    )
-    general: dict[str, Any] | None = None  # what only the op embed_general takes
-    if max_norm is None and out is None:
-        return _embed.run(call, general)
-    return _embed_in_place(call, max_norm, norm_type, out, general)
+        general: dict[str, Any] | None = None  # what only the op embed_general takes
+        if max_norm is None and out is None:
+            return _embed.run(call, general)
+        return _embed_in_place(call, max_norm, norm_type, out, general)
+    except Exception:
+        _explain("embed", input=input, weight=weight, positions=positions, out=out)
+        raise
 
 
 def scaled_embedding(
@@ -141,24 +151,28 @@ def scaled_embedding(
     out: Tensor | None = None,
 ) -> Tensor:
     """`weight[input] * token_scale` in one pass: `embed` without an encoding. Arguments and errors as there."""
-    if has_torch_function_variadic(input, weight) or input.is_nested:
-        return _overridden(scaled_embedding, "input", locals())
-    call = new_embed_call(
-        (
-            weight,
-            input,
-            None,
-            0,
-            math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
-            *NO_ENCODING,
-            -1 if padding_idx is None else _row_of(padding_idx, weight),
-            scale_grad_by_freq,
-            sparse,
+    try:
+        if has_torch_function_variadic(input, weight) or input.is_nested:
+            return _overridden(scaled_embedding, "input", locals())
+        call = new_embed_call(
+            (
+                weight,
+                input,
+                None,
+                0,
+                math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
+                *NO_ENCODING,
+                -1 if padding_idx is None else _row_of(padding_idx, weight),
+                scale_grad_by_freq,
+                sparse,
+            )
         )
-    )
-    if max_norm is None and out is None:
-        return _embed.run(call)
-    return _embed_in_place(call, max_norm, norm_type, out)
+        if max_norm is None and out is None:
+            return _embed.run(call)
+        return _embed_in_place(call, max_norm, norm_type, out)
+    except Exception:
+        _explain("embed", input=input, weight=weight, out=out)
+        raise
 
 
 def add_positional_encoding(
@@ -186,35 +200,39 @@ def add_positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
-    if has_torch_function_unary(x) or x.is_nested:
-        return _overridden(add_positional_encoding, "x", locals())
-    chosen = resolve(convention)
-    spec = chosen.spec(precision, batch_first)
-    if type(offset) is not int:
-        offset, positions = resolve_offset(
-            offset,
-            positions,
-            x.shape[:-1],
-            batch_first,
-            chosen.first_position,
-            x.device,
-            "add_positional_encoding",
-        )
-    if positions is None:
-        offset = offset + chosen.first_position
-    else:
-        positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
-    if out is None:
-        return _add.run(x, positions, offset, spec, token_scale)
-    _shard.refuse("add_positional_encoding", x, out=out)
-    if token_scale != 1:
-        raise ValueError(
-            f"posenc_ext::add_positional_encoding: out= cannot be combined with token_scale, got {token_scale}"
-        )
-    _refuse_gradient("add_positional_encoding", x=x, out=out)
-    check_offset("add_positional_encoding", offset)
-    _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
-    return _bump_version(out)
+    try:
+        if has_torch_function_unary(x) or x.is_nested:
+            return _overridden(add_positional_encoding, "x", locals())
+        chosen = resolve(convention)
+        spec = chosen.spec(precision, batch_first)
+        if type(offset) is not int:
+            offset, positions = resolve_offset(
+                offset,
+                positions,
+                x.shape[:-1],
+                batch_first,
+                chosen.first_position,
+                x.device,
+                "add_positional_encoding",
+            )
+        if positions is None:
+            offset = offset + chosen.first_position
+        else:
+            positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
+        if out is None:
+            return _add.run(x, positions, offset, spec, token_scale)
+        _shard.refuse("add_positional_encoding", x, out=out)
+        if token_scale != 1:
+            raise ValueError(
+                f"posenc_ext::add_positional_encoding: out= cannot be combined with token_scale, got {token_scale}"
+            )
+        _check_out("add_positional_encoding", out, x=x)
+        check_offset("add_positional_encoding", offset)
+        _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
+        return _bump_version(out)
+    except Exception:
+        _explain("add_positional_encoding", x=x, positions=positions, out=out)
+        raise
 
 
 def positional_encoding(
@@ -246,40 +264,49 @@ def positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
-    if isinstance(positions_or_length, Tensor) and (
-        has_torch_function_unary(positions_or_length) or positions_or_length.is_nested
-    ):
-        return _overridden(positional_encoding, "positions_or_length", locals())
-    chosen = resolve(convention)
-    if isinstance(positions_or_length, Tensor):
-        positions, first = positions_or_length, 0
-        if device is not None and torch.device(device) != positions.device:
+    try:
+        if isinstance(positions_or_length, Tensor) and (
+            has_torch_function_unary(positions_or_length) or positions_or_length.is_nested
+        ):
+            return _overridden(positional_encoding, "positions_or_length", locals())
+        chosen = resolve(convention)
+        if isinstance(positions_or_length, Tensor):
+            positions, first = positions_or_length, 0
+            if device is not None and torch.device(device) != positions.device:
+                raise ValueError(
+                    "posenc_ext::positional_encoding: device must be that of positions "
+                    f"({positions.device}), got {device}"
+                )
+        else:
+            if positions_or_length < 0:
+                raise ValueError(
+                    f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}"
+                )
+            positions, first = torch.arange(positions_or_length, device=device), chosen.first_position
+        if type(offset) is not int:
+            shape = positions.shape
+            offset, moved = resolve_offset(offset, positions, shape, True, 0, positions.device, "positional_encoding")
+            positions = positions if moved is None else moved
+        offset = offset + first
+        if not isinstance(positions_or_length, Tensor) and offset + positions_or_length > 2**63:
             raise ValueError(
-                f"posenc_ext::positional_encoding: device must be that of positions ({positions.device}), got {device}"
+                f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} "
+                "exceeds the int64 range"
             )
-    else:
-        if positions_or_length < 0:
-            raise ValueError(f"posenc_ext::positional_encoding: length must not be negative, got {positions_or_length}")
-        positions, first = torch.arange(positions_or_length, device=device), chosen.first_position
-    if type(offset) is not int:
-        shape = positions.shape
-        offset, moved = resolve_offset(offset, positions, shape, True, 0, positions.device, "positional_encoding")
-        positions = positions if moved is None else moved
-    offset = offset + first
-    if not isinstance(positions_or_length, Tensor) and offset + positions_or_length > 2**63:
-        raise ValueError(
-            f"posenc_ext::positional_encoding: offset {offset} + length {positions_or_length} exceeds the int64 range"
-        )
-    check_offset("positional_encoding", offset)
-    spec = chosen.spec(precision)
-    if out is None:
-        op = _ops.positional_encoding.default
-        op = decomposed(op) if is_traced(positions) else op
-        result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
-        return result
-    _refuse_gradient("positional_encoding", out=out)
-    _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
-    return _bump_version(out)
+        check_offset("positional_encoding", offset)
+        spec = chosen.spec(precision)
+        if out is None:
+            op = _ops.positional_encoding.default
+            op = decomposed(op) if is_traced(positions) else op
+            result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
+            return result
+        _check_out("positional_encoding", out)
+        _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
+        return _bump_version(out)
+    except Exception:
+        _explain_positions(positions_or_length)
+        _explain("positional_encoding", out=out)
+        raise
 
 
 def angular_frequencies(
@@ -316,6 +343,28 @@ def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[st
     return result
 
 
+def _explain(op: str, **arguments: Any) -> None:
+    """Once a call has failed: raise what is wrong with the type of an argument, where that is the reason."""
+    for name, value in arguments.items():
+        if value is None and name in ("positions", "out"):
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"posenc_ext::{op}: {name} must be a torch.Tensor, got {type(value).__name__}") from None
+        if value.layout not in (torch.strided, torch.jagged):
+            raise ValueError(f"posenc_ext::{op}: {name} must be a dense tensor, got layout {value.layout}") from None
+
+
+def _explain_positions(given: Any) -> None:
+    """As `_explain`, for what may be a length."""
+    if isinstance(given, Tensor):
+        _explain("positional_encoding", positions=given)
+    elif not isinstance(given, (Integral, torch.SymInt)):
+        raise TypeError(
+            "posenc_ext::positional_encoding: positions_or_length must be a torch.Tensor or an int, "
+            f"got {type(given).__name__}"
+        ) from None
+
+
 def _row_of(padding_idx: int, weight: Tensor) -> int:
     rows = _sizes(weight)[0]
     if not -rows <= padding_idx < rows:
@@ -340,7 +389,7 @@ def _embed_in_place(
     check_offset("embed", call.offset)
     weight, input, positions, offset, token_scale, base, flags, *_ = call
     if out is not None:
-        _refuse_gradient("embed", weight=weight, out=out)
+        _check_out("embed", out, weight=weight)
         if general is not None:
             raise ValueError(f"posenc_ext::embed: out= cannot be combined with {', '.join(general)}")
     if max_norm is not None:
@@ -358,15 +407,44 @@ def _embed_in_place(
 
 def _bump_version(out: Tensor) -> Tensor:
     """Tell autograd that `out` was written to, as PyTorch's own ops do: a graph that had saved it must notice."""
-    if not (torch.compiler.is_compiling() or out.is_inference()):
+    if not (_is_compiling() or out.is_inference()):
         torch.autograd.graph.increment_version(out)
     return out
 
 
-def _refuse_gradient(op: str, **tensors: Tensor) -> None:
+def _check_out(op: str, out: Tensor, **inputs: Tensor) -> None:
     """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
-    for argument, tensor in tensors.items():
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; use torch.no_grad()"
-            )
+    inputs["out"] = out
+    if _grad_enabled():
+        for argument, tensor in inputs.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; "
+                    "use torch.no_grad()"
+                )
+    if forward_ad._current_level >= 0:
+        for argument, tensor in inputs.items():
+            if _has_tangent(tensor):
+                raise NotImplementedError(
+                    f"posenc_ext::{op}: out= does not support forward-mode AD, but {argument} takes part in it"
+                )
+    if _is_compiling():
+        return
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"posenc_ext::{op}: out is an inference tensor. Inplace update to inference tensor outside InferenceMode "
+            "is not allowed; write to a clone of it"
+        )
+    if out.is_neg():
+        raise ValueError(f"posenc_ext::{op}: out must not be a negated view; write to out.resolve_neg()")
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Whether forward mode follows the tensor, or may: of the wrappers of torch.func, jvp sees through its own only."""
+    if _is_compiling():
+        return True  # no way to look
+    if functorch.is_functorch_wrapped_tensor(tensor):
+        inner = functorch.get_interpreter_stack()[-1]
+        if inner.key() != functorch.TransformType.Jvp or inner.level() != functorch.maybe_get_level(tensor):
+            return True
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

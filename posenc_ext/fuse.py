@@ -7,6 +7,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -132,10 +133,8 @@ def _lut(module: nn.Module) -> nn.Module | None:
         return module.lut
     if isinstance(module, nn.Embedding):
         return module
-    children = list(module.children())
-    found = [child for child in children if isinstance(child, nn.Embedding)]
-    alone = len(found) == 1 and set(module.parameters()) == set(found[0].parameters())
-    return found[0] if alone and not any(map(_tabulates, children)) else None
+    found = [child for child in module.children() if isinstance(child, nn.Embedding)]
+    return found[0] if len(found) == 1 and set(module.parameters()) == set(found[0].parameters()) else None
 
 
 def _tabulates(module: nn.Module) -> bool:
@@ -173,13 +172,9 @@ def _fused(pair: _Pair, probe: Tensor | None) -> TransformerEmbedding:
 
 
 def _layer(pair: _Pair, **recipe: Any) -> TransformerEmbedding:
-    layer = TransformerEmbedding(1, pair.width, device="meta", **recipe)
+    layer = TransformerEmbedding(1, pair.width, device="meta", **recipe).train(pair.sequence.training)
     layer.lut = pair.lut
-    if pair.dropouts:
-        layer.dropout = pair.dropouts[0]
-    else:
-        layer.dropout.training = pair.sequence.training
-    layer.training = pair.sequence.training
+    layer.dropout = next(iter(pair.dropouts), layer.dropout)
     return layer
 
 
@@ -246,7 +241,7 @@ def _compared(pair: _Pair, probe: Tensor | None) -> dict[str, Any]:
         found = ", ".join(map(repr, _tables(pair.encoding)))
         raise _Refusal(f"the table {found} of {_names([pair.encoding])} follows no known convention")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _kept_random_state(weight.device):
             return _fitting(pair, recipes, _default_probes(pair) if probe is None else [probe.to(weight.device)])
     except _Refusal:
         raise
@@ -275,18 +270,18 @@ def _default_probes(pair: _Pair) -> list[Tensor]:
 
 
 def _fitting(pair: _Pair, recipes: list[dict[str, Any]], probes: list[Tensor]) -> dict[str, Any]:
-    # The first twin is what the pair is; the second tells the factor, since nothing rounds there.
-    own, dtype = _twin(pair, pair.lut.weight.dtype, 1.0, probes), pair.lut.weight.dtype
-    exact = _twin(pair, torch.float64, 1e6, probes)
+    dtype = pair.lut.weight.dtype
+    twin = _twin(pair, dtype, 1.0, probes)
+    wide = _twin(pair, torch.float64, 1e6, probes)  # tells the factor, since nothing rounds there
     for ids in probes:
-        got, shape = own.sequence.eval()(ids), [*ids.shape, pair.width]
+        got, shape = twin.sequence.eval()(ids), [*ids.shape, pair.width]
         if not isinstance(got, Tensor) or list(got.shape) != shape or got.dtype != dtype:
             raise _Refusal(f"it returns {_described(got)}, and a layer {dtype} {shape}")
     nearest = (True, math.inf, math.inf)
     for recipe in recipes:
         orders = [recipe, {**recipe, "batch_first": not recipe["batch_first"]}]
-        scale = _scale(exact, recipe, probes[0])
-        off = [_off(own, exact, {**each, "token_scale": scale}, probes) for each in orders]
+        scale = _scale(wide, recipe, probes[0])
+        off = [_off(twin, {**each, "token_scale": scale}, probes) for each in orders]
         if off[0][1] <= 1:
             if off[1][1] <= 1 and orders[1] in recipes and probes[0].dim() > 1:
                 raise _Refusal("these ids do not tell which axis is the sequence; give others as probe=")
@@ -319,17 +314,17 @@ def _scale(twin: _Pair, recipe: dict[str, Any], ids: Tensor) -> float:
     return next(number for number in meant if math.isclose(scale, number, rel_tol=1e-9) or number is scale)
 
 
-def _off(own: _Pair, exact: _Pair, recipe: dict[str, Any], probes: list[Tensor]) -> tuple[bool, float, float]:
+def _off(twin: _Pair, recipe: dict[str, Any], probes: list[Tensor]) -> tuple[bool, float, float]:
     """How far pair and layer are apart: already in evaluation; in units of what rounding explains; as it is."""
-    # The tolerance of a table is that of checkpoints.distance, doubled by dropout.
-    table = 4 * torch.finfo(own.lut.weight.dtype).eps + 2e-6
-    for training, twin in itertools.product((False, True), (own, exact)):
+    eps = torch.finfo(twin.lut.weight.dtype).eps
+    for training in (False, True):
         worst = (0.0, 0.0)
         for ids in probes:
             layer = _layer(twin, **recipe).train(training)
-            got, want = _called(twin.sequence.train(training), ids), _called(layer, ids).double()
-            error = (got.double() - want).abs().nan_to_num(nan=math.inf)
-            rounding = table + 8e-7 * (max(ids.shape, default=1) + 2) + 2 * torch.finfo(got.dtype).eps * want.abs()
+            got, want = (_called(module, ids).double() for module in (twin.sequence.train(training), layer))
+            error = (got - want).abs().nan_to_num(nan=math.inf)
+            # The tolerance of a table is that of checkpoints.distance. Dropout doubles it.
+            rounding = 4 * eps + 2e-6 + 8e-7 * (max(ids.shape, default=1) + 2) + 2 * eps * want.abs()
             worst = max(worst, (float((error / rounding).max()), float(error.max())))
         if worst[0] > 1:
             break
@@ -337,8 +332,12 @@ def _off(own: _Pair, exact: _Pair, recipe: dict[str, Any], probes: list[Tensor])
 
 
 def _called(module: nn.Module, ids: Tensor) -> Any:
-    with torch.random.fork_rng([ids.device] if ids.is_cuda else []):
+    with _kept_random_state(ids.device):
         return module(ids)
+
+
+def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,8 @@ def _dropout(owner: str, p: float) -> nn.Dropout:
 
 
 def _drop(dropout: Any, y: Tensor) -> Tensor:
-    """`dropout(y)`, which is not called where nothing would come of it."""
-    if is_plain(dropout, nn.Dropout) and not (dropout.training and dropout.p):
+    """`dropout(y)`, which is not called where nothing would come of it; a graph of torch.fx may be trained later."""
+    if is_plain(dropout, nn.Dropout) and not (dropout.p and (dropout.training or isinstance(y, torch.fx.Proxy))):
         return y
     result: Tensor = dropout(y)
     return result
@@ -70,7 +71,41 @@ def _of_lut(name: str) -> Any:
     )
 
 
-class _Lookup(nn.Module):
+# torch.fx.symbolic_trace takes a call of these as one node. What looks at a shape is done in them.
+torch.fx.wrap("_checked_rows")
+torch.fx.wrap("_add_sinusoids")
+torch.fx.wrap("_add_learned")
+
+
+def _checked_rows(rows: Tensor, x: Tensor, d_model: int, owner: str) -> Tensor:
+    """What a lookup returned for the ids `x`."""
+    # Tools that attribute to embeddings put a lut there that is given rows in place of ids.
+    if rows.shape[-1:] != (d_model,) or x.shape not in (rows.shape[:-1], rows.shape):
+        raise ValueError(
+            f"posenc_ext.{owner}: lut must return shape {[*x.shape, d_model]} for ids of shape {list(x.shape)}, "
+            f"got {list(rows.shape)}"
+        )
+    return rows
+
+
+def _add_sinusoids(x: Tensor, d_model: int, offset: int | Tensor, positions: Tensor | None, **options: Any) -> Tensor:
+    sizes = x.shape
+    if not sizes or sizes[-1] != d_model:
+        raise ValueError(
+            f"posenc_ext.PositionalEncoding: x must have width {d_model} in its last axis, got {list(x.shape)}"
+        )
+    return functional.add_positional_encoding(x, offset=offset, positions=positions, **options)
+
+
+class _Layer(nn.Module):
+    def __prepare_scriptable__(self) -> None:
+        raise NotImplementedError(
+            f"posenc_ext.{type(self).__name__}: torch.jit.script is not supported; use torch.jit.trace, torch.export "
+            "or torch.compile"
+        )
+
+
+class _Lookup(_Layer):
     """A layer around `lut`, an `nn.Embedding`: what can be read and set of it as if the layer were one itself."""
 
     lut: nn.Embedding
@@ -165,17 +200,10 @@ class _Lookup(nn.Module):
 
     def _rows(self, x: Tensor) -> Tensor:
         """`lut(x)`, where it has to be called."""
-        rows: Tensor = self.lut(x)
-        # Tools that attribute to embeddings put a lut there that is given rows in place of ids.
-        if rows.shape[-1:] != (self._d_model,) or x.shape not in (rows.shape[:-1], rows.shape):
-            raise ValueError(
-                f"posenc_ext.{type(self).__name__}: lut must return shape {[*x.shape, self._d_model]} for ids of shape "
-                f"{list(x.shape)}, got {list(rows.shape)}"
-            )
-        return rows
+        return _checked_rows(self.lut(x), x, self._d_model, type(self).__name__)
 
 
-class _Encoded(nn.Module):
+class _Encoded(_Layer):
     """The recipe of an encoding as attributes, which act as soon as they are set."""
 
     _precision: str | None
@@ -311,15 +339,11 @@ class PositionalEncoding(_Encoded):
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
         """X [..., length, d_model] -> the same shape and dtype; `offset` and `positions` as in `functional`."""
-        sizes = x.shape
-        if not sizes or sizes[-1] != self.d_model:
-            raise ValueError(
-                f"posenc_ext.PositionalEncoding: x must have width {self.d_model} in its last axis, got {list(x.shape)}"
-            )
-        y = functional.add_positional_encoding(
+        y = _add_sinusoids(
             x,
-            offset=offset,
-            positions=positions,
+            self.d_model,
+            offset,
+            positions,
             convention=self._convention,
             precision=self._precision,
             batch_first=self.batch_first,
@@ -368,8 +392,8 @@ class TransformerEmbedding(_Lookup, _Encoded):
         token_scale, embed_scale: as given.
         dropout: an `nn.Dropout`.
 
-    Loads checkpoints of the textbook pair (`0.lut.weight`) and of version 0.1 (`weight`) as well, and a table (`pe`,
-    `1.pe`, ...) is checked and dropped as in `PositionalEncoding`.
+    Loads checkpoints of the textbook pair (`0.lut.weight`, or what a parametrised `lut` saves) and of version 0.1
+    (`weight`) as well, and a table (`pe`, `1.pe`, ...) is checked and dropped as in `PositionalEncoding`.
 
     Raises:
         ValueError: a size that is not positive, or an option out of range.
@@ -457,7 +481,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class LearnedPositionalEmbedding(nn.Module):
+class LearnedPositionalEmbedding(_Layer):
     """The trainable alternative: `x + weight[position]`, called like `PositionalEncoding`, and as long as its table.
 
     Args:
@@ -510,54 +534,51 @@ class LearnedPositionalEmbedding(nn.Module):
 
         Raises:
             IndexError: a position outside [0, max_len): nothing was learned for it.
-            ValueError: x of another width, positions of another shape or dtype.
+            TypeError: positions that are not int64 or int32.
+            ValueError: x of another width, positions of another shape.
         """
-        if x.shape[-1:] != (self.d_model,):
-            raise ValueError(
-                f"posenc_ext.LearnedPositionalEmbedding: x must have width {self.d_model} in its last axis, "
-                f"got {list(x.shape)}"
-            )
-        if x.is_nested:
-            arguments = {"x": x, "offset": offset, "positions": positions, "batch_first": self.batch_first}
-            y = jagged.apply(self._sum, "learned_positional_embedding", "x", arguments)
-        else:
-            y = self._sum(x, offset, positions)
+        y = _add_learned(x, self.weight, offset, positions, self.batch_first)
         return _drop(self._modules["dropout"], y)
-
-    def _sum(self, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
-        return x + self._rows(x.shape[:-1], offset, positions)
-
-    def _rows(self, token_shape: torch.Size, offset: int | Tensor, positions: Tensor | None) -> Tensor:
-        op = "LearnedPositionalEmbedding"
-        if type(offset) is not int:
-            offset, positions = functional.resolve_offset(
-                offset, positions, token_shape, self.batch_first, 0, self.weight.device, op
-            )
-        if positions is not None:
-            functional.check_integer(op, "positions", positions)
-            # A sum past int64 would wrap to a row. With half of the range for the offset, it cannot get back to one.
-            if not -(2**62) < offset < 2**62:
-                raise ValueError(f"posenc_ext::{op}: offset must lie between -2**62 and 2**62, got {offset}")
-            positions = functional.broadcast_positions(positions, token_shape, self.batch_first, op)
-            try:
-                return nn.functional.embedding(positions.long() + offset, self.weight)
-            except IndexError:
-                raise self._beyond(int(positions.min()) + offset, int(positions.max()) + offset) from None
-        rank = len(token_shape)
-        length = 1 if rank == 0 else token_shape[-1 if self.batch_first else 0]
-        if offset < 0 or offset + length > self.max_len:
-            raise self._beyond(offset, offset + length - 1)
-        rows = self.weight[offset : offset + length]
-        if rank == 0:
-            return rows[0]
-        return rows if self.batch_first else rows.reshape([length] + [1] * (rank - 1) + [self.d_model])
-
-    def _beyond(self, first: int, last: int) -> IndexError:
-        return IndexError(
-            f"posenc_ext.LearnedPositionalEmbedding: positions must lie in [0, {self.max_len}), "
-            f"the trained length, got {first} to {last}"
-        )
 
     def extra_repr(self) -> str:
         """Sizes."""
         return f"{self.max_len}, {self.d_model}, batch_first={self.batch_first}"
+
+
+def _add_learned(
+    x: Tensor, weight: Tensor, offset: int | Tensor, positions: Tensor | None, batch_first: bool
+) -> Tensor:
+    """`x + weight[position]`."""
+    op, (max_len, d_model) = "LearnedPositionalEmbedding", weight.shape
+    if x.shape[-1:] != (d_model,):
+        raise ValueError(f"posenc_ext.{op}: x must have width {d_model} in its last axis, got {list(x.shape)}")
+    if x.is_nested:
+        arguments = {"x": x, "offset": offset, "positions": positions, "batch_first": batch_first}
+        return jagged.apply(functools.partial(_add_learned, weight=weight, batch_first=True), op, "x", arguments)
+    token_shape = x.shape[:-1]
+
+    def beyond(first: int, last: int) -> IndexError:
+        return IndexError(
+            f"posenc_ext.{op}: positions must lie in [0, {max_len}), the trained length, got {first} to {last}"
+        )
+
+    if type(offset) is not int:
+        offset, positions = functional.resolve_offset(offset, positions, token_shape, batch_first, 0, weight.device, op)
+    if positions is not None:
+        functional.check_integer(op, "positions", positions)
+        # A sum past int64 would wrap to a row. With half of the range for the offset, it cannot get back to one.
+        if not -(2**62) < offset < 2**62:
+            raise ValueError(f"posenc_ext.{op}: offset must lie between -2**62 and 2**62, got {offset}")
+        positions = functional.broadcast_positions(positions, token_shape, batch_first, op)
+        try:
+            return x + nn.functional.embedding(positions.long() + offset, weight)
+        except IndexError:
+            raise beyond(int(positions.min()) + offset, int(positions.max()) + offset) from None
+    rank = len(token_shape)
+    length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
+    if offset < 0 or offset + length > max_len:
+        raise beyond(offset, offset + length - 1)
+    rows = weight[offset : offset + length]
+    if rank == 0:
+        return x + rows[0]
+    return x + (rows if batch_first else rows.reshape([length] + [1] * (rank - 1) + [d_model]))

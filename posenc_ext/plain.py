@@ -18,28 +18,25 @@ from torch.nn.modules.module import (
 # Tensors that stand for plain ones while a program is traced.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
-_FORWARD: dict[type[nn.Module], Any] = {
-    kind: kind.forward for kind in (nn.Embedding, nn.Dropout)
-}  # tools replace those of whole classes, too
+# Tools replace those of whole classes, too.
+_FORWARD: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.Embedding, nn.Dropout)}
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling `module` is calling `kind.forward`: its very class, no hook, no forward of its own."""
+    if type(module) is not kind or kind.forward is not _FORWARD[kind]:
+        return False
     state = module.__dict__  # half the time of reading attributes
-    return (
-        type(module) is kind
-        and kind.forward is _FORWARD[kind]
-        and not (
-            state["_forward_hooks"]
-            or state["_forward_pre_hooks"]
-            or state["_backward_hooks"]
-            or state["_backward_pre_hooks"]
-            or _global_forward_hooks
-            or _global_forward_pre_hooks
-            or _global_backward_hooks
-            or _global_backward_pre_hooks
-            or "forward" in state
-        )
+    return not (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
+        or "forward" in state
     )
 
 

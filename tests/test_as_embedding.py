@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import math
 import warnings
 from collections.abc import Callable
@@ -309,10 +310,12 @@ def test_parametrised_weights(kind, tool):
         fresh(IDS)
         fresh.load_state_dict(source)
         torch.testing.assert_close(fresh.eval()(IDS), want)
-    mine.requires_grad_(False)(
-        IDS
-    )  # the old tools leave a tensor with a history in the module, and only leaves are copied
+    mine.requires_grad_(False)(IDS)  # the old tools leave a tensor with a history, and only leaves are copied
     torch.testing.assert_close(copy.deepcopy(mine)(IDS), want)
+    if not parametrize.is_parametrized(mine.lut):  # those are saved by their state alone
+        torch.save(mine, file := io.BytesIO())
+        file.seek(0)
+        torch.testing.assert_close(torch.load(file, weights_only=False)(IDS), want)
 
 
 @make.each_layer_of_ids
@@ -662,6 +665,9 @@ def test_the_key_of_version_0_1():
     nested = nn.Sequential(mine)
     assert not any(nested.load_state_dict({"0.weight": make.table(seed=8)}))
     assert torch.equal(mine.lut.weight, make.table(seed=8))
+    result = mine.load_state_dict({"weight": make.table(seed=7), "lut.weight": make.table(seed=6)}, strict=False)
+    assert result.unexpected_keys == ["weight"]
+    assert torch.equal(mine.lut.weight, make.table(seed=6))
 
 
 # ---- tensors of other kinds ------------------------------------------------------------------------------------------
@@ -840,6 +846,15 @@ def test_nested_rows(kind, how, name):
     gradients = torch.autograd.grad((got.values() * probe).sum(), leaves)
     expected = torch.autograd.grad((torch.cat(want) * probe).sum(), leaves)
     torch.testing.assert_close(gradients, expected)
+
+
+@make.each("mode", MODES)
+def test_nested_rows_inside_a_mode(mode):
+    mine, x = make.layer(), nested(make.ids(8))
+    want = mine(x, offset=NESTED["offset of each row"]["offset"])
+    with mode():
+        got = mine(x, offset=NESTED["offset of each row"]["offset"])
+    assert_same_bits(got.values(), want.values())
 
 
 @make.each_layer

@@ -179,6 +179,7 @@ def embed_good(**options):
         "width 0": (lambda: encode(3, 0), "posenc_ext::positional_encoding: " + WIDTH + "0"),
         "width -1": (lambda: encode(GOOD, -1), WIDTH + "-1"),
         "frequencies": (lambda: angular_frequencies(0), "angular_frequencies: d_model must be positive, got 0"),
+        "many frequencies": (lambda: angular_frequencies(2**40), f"d_model must be at most {2**24}, got {2**40}"),
         "length -1": (lambda: encode(-1, 8), "posenc_ext::positional_encoding: length must not be negative, got -1"),
         "base replaced": (lambda: dataclasses.replace(CONVENTIONS["xlm"], base=0.9), BASE + "0.9"),
         "divisor": (lambda: Convention(divisor="half"), "divisor must be one of 'd', 'half_minus_1', got 'half'"),
@@ -208,6 +209,52 @@ def embed_good(**options):
 )
 def test_arguments(call, words):
     assert_refused(call, *words)
+
+
+NO_TENSORS = {"list": [[0, 1]], "string": "ids", "array": np.zeros((2, 3)), "None": None, "module": nn.Linear(2, 3)}
+# Each public function with one tensor of it replaced.
+TENSORS = {
+    "embed, input": lambda bad: embed(bad, table()),
+    "embed, input of a trained table": lambda bad: embed(bad, table(grad=True)),
+    "embed, input beside positions": lambda bad: embed(bad, table(), positions=GOOD),
+    "embed, weight": lambda bad: embed(GOOD, bad),
+    "embed, weight and its scale": lambda bad: embed(GOOD, bad, token_scale=1.0, padding_idx=0),
+    "embed, weight to be scaled": lambda bad: embed(GOOD, bad, max_norm=1.0),
+    "embed, positions": lambda bad: embed(GOOD, table(), positions=bad),
+    "embed, out": lambda bad: embed(GOOD, table(), out=bad),
+    "embed, input alone": lambda bad: scaled_embedding(bad, table()),
+    "embed, weight alone": lambda bad: scaled_embedding(GOOD, bad),
+    "embed, out alone": lambda bad: scaled_embedding(GOOD, table(), out=bad),
+    "add_positional_encoding, x": lambda bad: add(bad),
+    "add_positional_encoding, x beside positions": lambda bad: add(bad, positions=GOOD),
+    "add_positional_encoding, x written to": lambda bad: add(bad, out=X),
+    "add_positional_encoding, positions": lambda bad: add(X, positions=bad),
+    "add_positional_encoding, out": lambda bad: add(X, out=bad),
+    "positional_encoding, positions_or_length": lambda bad: encode(bad, 8),
+    "positional_encoding, out": lambda bad: encode(GOOD, 8, out=bad),
+    "positional_encoding, out for a length": lambda bad: encode(np.int64(3), 8, out=bad),
+}
+
+
+@make.each("bad", NO_TENSORS)
+@pytest.mark.parametrize("case", TENSORS)
+def test_what_is_no_tensor_is_named(case, bad):
+    op, argument = case.split(", ")
+    argument = argument.split()[0]
+    if bad is None and argument in ("positions", "out"):
+        return  # may be left out
+    words = f"posenc_ext::{op}: {argument} must be a torch.Tensor", f", got {type(bad).__name__}"
+    assert_refused(lambda: TENSORS[case](bad), *words, error=TypeError)
+
+
+@pytest.mark.parametrize("case", [case for case in TENSORS if ", out" not in case])
+def test_sparse_tensors_are_named(case):
+    """A sparse matrix may look like a table, and has no rows in memory."""
+    op, argument = case.split(", ")
+    argument = argument.split()[0].removesuffix("_or_length")
+    bad = {"weight": table(), "x": X}.get(argument, GOOD).to_sparse()
+    words = f"posenc_ext::{op}: {argument} must be a dense tensor, got layout torch.sparse_coo"
+    assert_refused(lambda: TENSORS[case](bad), words)
 
 
 # ---- positions and offsets -------------------------------------------------------------------------------------------

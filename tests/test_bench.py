@@ -274,14 +274,18 @@ def test_a_case_that_breaks_is_reported():
 
 def test_pooled_cases_run_in_a_child_and_again_for_information():
     chosen = run.select(run.cases_of(FEW), ["sparse", "token.call"])
-    assert [title.split(",")[-1] for title, _ in run.steps(chosen, FEW)] == [" no grad", " in a process of their own"]
+    assert [title.split(",")[-1] for title, _ in run.steps(chosen, FEW)] == [" no grad", *[" pooled allocator"] * 2]
     titles = [title for title, _ in run.steps(chosen, Settings())]
-    assert [title.endswith("plain allocator") for title in titles] == [False, False, True, True]
+    assert [title.split(",")[-1] for title in titles[3:]] == [" plain allocator"] * 2
 
 
 def test_children():
-    assert children.call(os.getenv, "MALLOC_TOP_PAD_", environment=children.POOLED) == "536870912"
+    child = children.Child(children.POOLED)
+    with child.pool:
+        assert child.call(os.getenv, "MALLOC_TOP_PAD_") == "536870912"
+        assert child.call(os.getpid) == child.call(os.getpid) != os.getpid()
     assert "MALLOC_TOP_PAD_" not in os.environ
+    assert children.call(os.getenv, "MALLOC_TOP_PAD_") is None
 
 
 def test_memory_beyond_the_output(monkeypatch):
@@ -391,12 +395,12 @@ def test_estimate_is_bytes_over_bandwidth(capsys):
 
 def test_cells():
     ours = Row("m", "posenc_ext", "cold", 31.25, 15, bytes=134_217_728, of_copy=0.93)
-    assert report.cells(ours, "forward") == ["forward", "posenc_ext", "31.2 us", *[""] * 4, "134.2", "4295", "93%"]
+    assert report.cells(ours) == ["  posenc_ext", "31.2 us", *[""] * 4, "134.2", "4295", "93%"]
     share = Row("m", cases.SHARE, "cold", value=0.93, unit="share", threshold=0.9, at_least=True)
-    assert report.cells(share, "")[2:7] == ["93%", "", "", ">= 90%", "pass"]
+    assert report.cells(share)[1:6] == ["93%", "", "", ">= 90%", "pass"]
     eager = Row("m", "eager", "cold", 15000.0, 15, ratio=0.5, q25=0.4, q75=0.6, threshold=0.4)
-    assert report.cells(eager, "")[2:7] == ["15.0 ms", "0.50", "0.40-0.60", "<= 0.40", "MISS"]
-    assert report.cells(Row("m", "x", note="failed: y"), "")[2] == "failed"
+    assert report.cells(eager)[1:6] == ["15.0 ms", "0.50", "0.40-0.60", "<= 0.40", "MISS"]
+    assert report.cells(Row("m", "x", note="failed: y"))[1] == "failed"
     assert [report.number(n, "us") for n in (1.234, 999.4, 1234.0)] == ["1.23 us", "999 us", "1234 us"]
     assert report.number(1.5e-7, "error") == "1.50e-07"
 
@@ -409,10 +413,44 @@ def test_verdict_counts_and_names_what_was_missed():
     assert (report.mark(good), report.mark(bad)) == ("pass", "MISS?")
 
 
+@pytest.mark.parametrize("width", [80, 100, 132])
+def test_tables_fit_the_terminal(width, monkeypatch, capsys):
+    """Every table, note and verdict of a kept run, with no number cut short."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    kept = rows.read(Path(report.__file__).parent / "results/cpu-xeon-2-threads.json")
+    report.show(kept, {case.name: case.title for case in run.cases_of(Settings()).values()})
+    report.show_changes(kept, kept)
+    roofline.show(roofline.estimates("H200"))
+    printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.splitlines()) <= width
+    assert "…" not in printed
+    shown = {"quartiles": width >= 100, "GB/s": width >= 120}
+    assert {name: f" {name} " in printed for name in shown} == shown
+    for row in kept:
+        assert report.number(row.median_us, "us") in printed
+    assert main(["--list"]) == 0
+    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= width
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_counts(terminal, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(terminal)))
+    with report.progress(2) as announce:
+        announce("the first")
+        announce("the second, whose title does not fit into a line")
+    printed = capsys.readouterr().err
+    assert "0 of 2 done, 0 s: the first" in printed
+    assert ("1 of 2 done, 0 s: the second, whose tit…" in printed) is terminal
+    assert ("does not fit into a line\n" in printed) is not terminal
+
+
 def test_without_rich(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich", None)
     report.table("title", ("name", "time"), [["a", "1 us"]])
-    assert capsys.readouterr().out == "title\nname\ttime\na\t1 us\n\n"
+    with report.progress(1) as announce:
+        announce("the first")
+    assert capsys.readouterr() == ("title\nname\ttime\na\t1 us\n\n", "0 of 1 done, 0 s: the first\n")
 
 
 def test_rows_survive_json(tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import posenc_ext
 from posenc_ext import _C, cli, demo, functional, plot
 from posenc_ext.conventions import CONVENTIONS
 
@@ -332,6 +333,7 @@ def test_info(capsys):
     assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
     assert facts["numpy"] == np.__version__
     assert facts["threads"] == str(torch.get_num_threads())
+    assert facts["library of the ops"] == posenc_ext.ops_library()
     assert facts["CPU instruction set"] == f"{_C.active_isa()} in use, of {', '.join(_C.available_isas())}"
     assert facts["CUDA kernels"] == "not built" or _C.build_info()["cuda"]
     assert re.match(r"\d+\.\d+\.\d+", facts["posenc_ext"])

@@ -69,7 +69,9 @@ def test_fuse(kind, dropout, ids):
     expected = module(ids)
     torch.manual_seed(8)
     assert close_to(kind, fused(ids), expected)
-    assert close_to(kind, fuse(module.eval())(ids), module(ids))  # the mode goes over too
+    fused = fuse(module.eval())  # the mode goes over too
+    assert not any(m.training for m in fused.modules())
+    assert close_to(kind, fused(ids), module(ids))
 
 
 def test_fuse_takes_the_spec_over(ids):
@@ -544,7 +546,12 @@ def test_what_looks_alike_is_refused_by_its_results(case):
     assert_refused(lambda: fuse(nn.Sequential(*make_them())), *words)
 
 
-@make.each("inside", {"alike": Positions, "refused": FunctionalDropout, "raising": Asking})
+class AlwaysNoisy(Positions):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn(1)
+
+
+@make.each("inside", {"alike": Positions, "refused": FunctionalDropout, "raising": Asking, "drawing": AlwaysNoisy})
 def test_a_comparison_leaves_no_trace(inside):
     """Not in the modes, the random numbers, the weight or the attributes, whether it ends well or not."""
 
@@ -645,6 +652,13 @@ def test_there_and_back_with_numbers_of_ones_own(options, ids):
     again = fuse(unfuse(first))
     assert_same_bits(again(ids), first(ids))
     assert (again.token_scale, again.convention.base) == (first.token_scale, first.convention.base)
+
+
+@make.each("name", ["vaswani", "tensor2tensor", "opennmt_tf", "musicgen", "marian", "xlm", "sin_cos"])
+def test_the_convention_keeps_its_name_and_precision(name):
+    """Some differ by precision only."""
+    again = fuse(unfuse(layer(convention=name)))
+    assert (again.convention, again.precision) == (CONVENTIONS[name], CONVENTIONS[name].precision)
 
 
 @make.each_half

@@ -5,8 +5,9 @@ import functools
 import make
 import pytest
 import torch
-from helpers import assert_refused, assert_same_bits
+from helpers import assert_refused, assert_same_bits, message
 from make import D
+from torch.autograd import forward_ad
 
 from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
 
@@ -231,6 +232,111 @@ def test_refuses_an_out_that_needs_a_gradient(source):
     with pytest.raises((ValueError, RuntimeError), match=r"gradient|requires.grad"):
         arguments(source, torch.float32, 8)(out=out)
     assert (out == 7).all()
+
+
+def differentiated(source):
+    """Calls that take (tensor to follow, out), by the name of the tensor."""
+    ids, table, x = make.ids(SHAPE), make.table(), make.x((*SHAPE, D))
+    calls = {
+        "embed": {"weight": (lambda t, out: embed(ids, t, out=out), table)},
+        "add": {"x": (lambda t, out: add_positional_encoding(t, out=out), x)},
+        "PE": {},
+    }[source]
+    plain = arguments(source, torch.float32, D)
+    return calls | {"out": (lambda t, out: plain(out=t), torch.full_like(x, 7.0))}
+
+
+@make.each("source", SOURCES)
+def test_refuses_forward_mode(source):
+    """Where torch refuses its own out= functions: the tangent would be lost."""
+    for name, (call, tensor) in differentiated(source).items():
+        out, words = torch.full((*SHAPE, D), 7.0), (f"out= does not support forward-mode AD, but {name} takes part",)
+        with forward_ad.dual_level():
+            followed = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+            assert_refused(functools.partial(call, followed, out), *words, error=NotImplementedError)
+        for transform in (
+            lambda f, t: torch.func.jvp(f, (t,), (t,)),
+            lambda f, t: torch.func.jacfwd(f)(t),
+            # Inside of another jvp that follows something else.
+            lambda f, t: torch.func.jvp(lambda a: torch.func.jvp(lambda b: f(a) + b, (t,), (t,))[1], (t,), (t,)),
+        ):
+            function = functools.partial(transform, functools.partial(call, out=out.clone()), tensor)
+            assert_refused(function, *words, error=NotImplementedError)
+        assert (out == 7).all()
+        assert name != "out" or (tensor == 7).all()
+
+
+@make.each("source", SOURCES)
+def test_writes_beside_forward_mode(source):
+    """What has no tangent may be written while others have one."""
+    plain, x = arguments(source, torch.float32, D), make.x((*SHAPE, D))
+    want = plain()
+    with forward_ad.dual_level():
+        forward_ad.make_dual(x, x)
+        assert_same_bits(plain(out=torch.empty_like(x)), want, "dual level")
+    got, tangent = torch.func.jvp(lambda t: plain(out=torch.empty_like(x)) + 0 * t, (x,), (x,))
+    assert_same_bits(got, want, "jvp")
+    assert not tangent.any()
+
+
+@make.each("source", SOURCES)
+def test_refuses_inference_tensors(source):
+    """Outside inference mode, as every in-place operation does."""
+    plain = arguments(source, torch.float32, D)
+    with torch.inference_mode():
+        out, want = torch.full((*SHAPE, D), 7.0), plain()
+    words = "out is an inference tensor", "Inplace update to inference tensor outside InferenceMode is not allowed"
+    assert_refused(lambda: plain(out=out), *words, error=RuntimeError)
+    assert (out == 7).all()
+    with torch.inference_mode():
+        for tensor in (out, torch.empty_like(want), torch.empty(1).new_empty(*SHAPE, D)):
+            assert_same_bits(plain(out=tensor), want, "in inference mode")
+
+
+@make.each("source", SOURCES)
+def test_refuses_negated_views(source):
+    out = torch.full((*SHAPE, D), 7.0)
+    assert_refused(
+        lambda: arguments(source, torch.float32, D)(out=torch._neg_view(out)), "out must not be a negated view"
+    )
+    assert (out == 7).all()
+
+
+# Functions of ids [3, 5] and a table [16, 8] that write where they must not, and what they overlap.
+COMPILED = {
+    "itself": (lambda i, t: embed(i, t, out=torch.zeros(1, 1, 8).expand(3, 5, 8)), "overlap itself"),
+    "its rows": (lambda i, t: embed(i, t, out=t.new_zeros(99).as_strided((3, 5, 8), (20, 4, 1))), "overlap itself"),
+    "its table": (lambda i, t: embed(i, t, out=t[1:].view(3, 5, 8)), "share memory with weight"),
+    "x moved by a row": (lambda _, t: add_positional_encoding(t[1:], out=t[:-1]), "share memory with x"),
+    "its positions": (
+        lambda i, _: positional_encoding(i, 1, out=i[..., None].view(torch.float64)),
+        "share memory with",
+    ),
+}
+
+
+@make.each(("function", "words"), COMPILED)
+@make.each("backend", ["eager", "aot_eager"])
+def test_refuses_in_a_compiled_program(function, words, backend):
+    """Where the op would get a copy of out, which overlaps nothing."""
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    table, ids = make.table(16), torch.zeros(3, 5, dtype=torch.int64)
+    before = table.clone()
+    for call in (function, compiled):
+        with pytest.raises(Exception, match=message("posenc_ext::", "out must not ", words)):
+            call(ids, table)
+    assert_same_bits(table, before, "table")
+    assert not ids.any()
+
+
+def test_compiled_programs_write_in_place():
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: add_positional_encoding(x, out=x), backend="aot_eager", fullgraph=True)
+    whole = make.x((6, D))
+    want = add_positional_encoding(whole[1:4])
+    compiled(whole[1:4])
+    assert_same_bits(whole[1:4], want)
 
 
 def test_memory_next_to_an_input_is_free():

@@ -472,7 +472,9 @@ def test_a_weight_under_several_names_is_refused():
         state = {f"encoder.pos.{name}": torch.randn(V, D) for name in names}
         found = " and ".join(repr(key) for key in state)
         for strict in (True, False):
-            with pytest.raises(RuntimeError, match=message(f"posenc_ext.TransformerEmbedding: {found} are both")):
+            with pytest.raises(
+                RuntimeError, match=message(f"posenc_ext.TransformerEmbedding: {found} are in the checkpoint")
+            ):
                 module.load_state_dict(state, strict=strict)
 
 

@@ -111,7 +111,7 @@ def resolve_offset(
 def check_integer(op: str, argument: str, tensor: Tensor) -> None:
     """Refuse what would count as an integer and is none, such as booleans."""
     if tensor.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"posenc_ext::{op}: {argument} must have dtype int64 or int32, got {tensor.dtype}")
+        raise TypeError(f"posenc_ext::{op}: {argument} must have dtype int64 or int32, got {tensor.dtype}")
 
 
 def broadcast_positions(

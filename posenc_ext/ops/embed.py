@@ -63,18 +63,17 @@ def _run_traced(call: EmbedCall, general: dict[str, Any] | None) -> Tensor:
         check_offset("embed", call.offset)
     if compose.needed():
         return compose.embed(call, **(general or {}))
-    if call.sparse and _is_compiling():
+    result: Tensor
+    differentiable = _grad_enabled() and call.weight.requires_grad
+    if dynamo_compiling() and not differentiable and general is None and not _is_exporting():
+        # The formula costs a compiled call several microseconds as well, and this program is kept for no other use.
+        result = _embed_fwd(*call[:_FORWARD])
+        return result
+    if call.sparse and _is_compiling() and not torch.onnx.is_in_onnx_export():
         raise NotImplementedError(
             "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
         )
-    if general is not None:
-        return _run_general(call, general)
-    result: Tensor
-    if dynamo_compiling() and not (_grad_enabled() and call.weight.requires_grad) and not _is_exporting():
-        # The formula costs a compiled call several microseconds as well, and this program is kept for no other use.
-        result = _embed_fwd(*call[:_FORWARD])
-    else:
-        result = decomposed(_embed)(*call)
+    result = decomposed(_embed)(*call) if general is None else _run_general(call, general)
     return result
 
 

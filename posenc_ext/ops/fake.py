@@ -47,6 +47,39 @@ def _check_width(op: str, width: int) -> None:
     _require(width <= _MOST_COLUMNS, op, f"the width (d_model) must be at most {_MOST_COLUMNS}, got {width}")
 
 
+# Of a program that is compiled the real op gets a copy of out, so what out overlaps is seen here or nowhere.
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """As in csrc/torch/checks.h."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return False
+    reached = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reached:
+            return True
+        reached += stride * (size - 1)
+    return False
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata or a.numel() == 0 or b.numel() == 0:
+        return False
+    (first, last), (other_first, other_last) = _reach(a), _reach(b)
+    return bool(first <= other_last and other_first <= last)
+
+
+def _reach(tensor: Tensor) -> tuple[Any, Any]:
+    """The first and the last byte in the storage."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset() * tensor.element_size()
+    return first, first + (steps + 1) * tensor.element_size() - 1
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
+
+
 def _output(
     op: str,
     like: Tensor,
@@ -57,6 +90,7 @@ def _output(
     positions: Tensor | None,
     out: Tensor | None,
     d_model: int = -1,
+    input: Tensor | None = None,
 ) -> Tensor:
     """What a forward op returns, after the checks that all of them have in common."""
     d_model = width if d_model < 0 else d_model
@@ -72,6 +106,12 @@ def _output(
         _check_device(op, "out", out, like, name)
         _require(out.dtype == dtype, op, f"out must have dtype {dtype}, got {out.dtype}")
         _require(list(out.shape) == shape, op, f"out must have shape {shape}, got {list(out.shape)}")
+        text = f"out must not overlap itself, got shape {list(out.shape)} with strides {list(out.stride())}"
+        _require(not _overlaps_itself(out), op, text)
+        for argument, tensor in {name: like, "input": input, "positions": positions}.items():
+            good = tensor is None or not _share_memory(out, tensor) or (argument == "x" and _same_place(out, tensor))
+            unless = " (unless it is x)" if argument == "x" else ""
+            _require(good, op, f"out must not share memory with {argument}{unless}")
     return like.new_empty(shape, dtype=dtype)
 
 
@@ -91,7 +131,7 @@ def _embed(
     _check_device(op, "input", input, weight, "weight")
     _check_whole(op, "total_rows", total_rows, weight.shape[0])
     _check_whole(op, "d_model", d_model, weight.shape[1])
-    return _output(op, weight, "weight", weight.dtype, input.shape, weight.shape[1], positions, out, d_model)
+    return _output(op, weight, "weight", weight.dtype, input.shape, weight.shape[1], positions, out, d_model, input)
 
 
 def _add(
