@@ -284,7 +284,8 @@ class Build(build_ext):
         macros = [f'-DPOSENC_{name}="{value}"' for name, value in said.items()]
         # Without the pybind11 package, its headers among torch's own will do.
         binding = find_package("pybind11") or torch
-        folders = (binding.folder / "include", Path(sysconfig.get_path("include")))
+        python = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("include", "platinclude"))
+        folders = (binding.folder / "include", *python)
         module = Object(MODULE_SOURCE, [*command, *macros], version + binding.version + sys.version, folders)
         make([*ops, module])
 
