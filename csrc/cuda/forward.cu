@@ -14,7 +14,7 @@ bool strides_aligned(const TokenStrides& strides, const ForwardParams& params) {
 }
 
 // Those of a block of columns begin anywhere in the table.
-bool aligned(const Frequencies& frequencies) {
+bool frequencies_aligned(const Frequencies& frequencies) {
   return aligned(frequencies.turns[0]) && aligned(frequencies.turns[1]) && aligned(frequencies.angular);
 }
 
@@ -32,7 +32,8 @@ KernelVariant choose(const ForwardParams& params) {
   // Without an encoding, only the gathered row is worth a kernel of vectors.
   bool has_kernel = params.source == Source::gathered;
   if (columns.encoded) {
-    has_kernel = columns.step <= 2 && columns.sines == columns.cosines && aligned(params.encoding.frequencies);
+    has_kernel =
+        columns.step <= 2 && columns.sines == columns.cosines && frequencies_aligned(params.encoding.frequencies);
     variant.arrangement = columns.step == 2 ? Arrangement::interleaved : Arrangement::halves;
     if (params.tokens.batch > 1 && !params.positions.shared())
       variant.mode =
