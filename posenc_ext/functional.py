@@ -315,8 +315,9 @@ def angular_frequencies(
     `"exact"`: base^(-2k/D) or base^(-k/(D/2-1)). `"reference"`: the float32 numbers that fp32 tables are built from,
     exp(fl32(2k) * fl32(-ln(base)/D)) with the exponential rounded correctly.
     """
-    if d_model < 1:
-        raise ValueError(f"posenc_ext.angular_frequencies: d_model must be positive, got {d_model}")
+    if not 1 <= d_model <= 2**24:
+        text = "positive" if d_model < 1 else f"at most {2**24}"
+        raise ValueError(f"posenc_ext.angular_frequencies: d_model must be {text}, got {d_model}")
     chosen = resolve(convention)
     chosen.spec(precision)  # refuses an unknown precision
     width = d_model + d_model % 2 if chosen.odd == "round_up" else d_model
