@@ -21,7 +21,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -30,7 +29,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -189,51 +187,40 @@ class Object(NamedTuple):
     suffix: str = ""
 
     def path(self) -> Path:
-        """Where it is kept."""
+        """Where it is kept: under a name that says how it is made."""
         made_by = " ".join([*self.command, str(self.source.relative_to(ROOT)), self.versions])
         key = hashlib.sha256(made_by.encode()).hexdigest()[:16]
         return OBJECTS / f"{self.source.parent.name}-{self.source.stem}{self.suffix}-{key}.o"
 
-    def fresh(self) -> bool:
-        """Whether it is there, and made of our sources as they are."""
-        try:
-            made_of = json.loads(self.path().with_suffix(".json").read_text())
-            return self.path().exists() and all(digest(ROOT / name) == sha for name, sha in made_of.items())
-        except (OSError, ValueError):
-            return False
 
-    def make(self) -> None:
-        """Compiles it. The list of what it is made of is written last: an object without one is half made."""
-        path = self.path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".json").unlink(missing_ok=True)
-        depends = path.with_suffix(".d")
-        folders = [part for folder in self.folders for part in ("-isystem", str(folder))]
-        command = [*self.command, *folders, "-MMD", "-MF", depends, "-c", self.source, "-o", path]
-        print(shlex.join(map(str, command)), flush=True)
-        if subprocess.run(command).returncode != 0:
-            raise refuse(f"{self.command[0]} failed on {self.source.relative_to(ROOT)}")
-        names = shlex.split(depends.read_text().partition(":")[2].replace("\\\n", " "))
-        ours = {Path(name).resolve() for name in names}
-        made_of = {str(file.relative_to(ROOT)): digest(file) for file in ours if file.is_relative_to(ROOT / "csrc")}
-        path.with_suffix(".json").write_text(json.dumps(made_of, indent=1))
-
-
-def digest(file: Path) -> str:
-    """The contents of a file, in short."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def find_ninja() -> str:
+    """The program that compiles what is out of date."""
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    if not (ninja := shutil.which("ninja", path=os.pathsep.join(places))):
+        raise refuse("ninja is needed to compile: pip install ninja")
+    return ninja
 
 
 def make(objects: list[Object]) -> None:
-    """Those that are not there, several at a time and in this order."""
-    missing = [one for one in objects if not one.fresh()]
+    """Those that are not there or out of date, several at a time."""
+    lines = ["rule compile", "  command = $by -MMD -MF $out.d -c $in -o $out", "  depfile = $out.d", "  deps = gcc"]
+    for one in objects:
+        path, source = (re.sub(r"([$ :])", r"$\1", str(path)) for path in (one.path(), one.source))
+        lines += [f"build {path}: compile {source}", f"  by = {shlex.join(one.command).replace('$', '$$')}"]
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    (OBJECTS / "build.ninja").write_text("\n".join(lines) + "\n")
+    # Not in the command lines, by which ninja tells what is out of date.
+    folders = dict.fromkeys(str(folder) for one in objects for folder in one.folders)
+    environment = {**os.environ, "CPLUS_INCLUDE_PATH": os.pathsep.join(folders)}
     jobs = os.environ.get("MAX_JOBS", "")
-    jobs = int(jobs) if jobs.isdigit() and int(jobs) > 0 else os.cpu_count() or 1
+    jobs = jobs if jobs.isdigit() and int(jobs) > 0 else str(os.cpu_count() or 1)
+    ninja = [find_ninja(), "-C", str(OBJECTS)]
+    missing = len(re.findall(r"^\[", run(*ninja, "-n"), re.MULTILINE))
     if missing:
-        todo = f"{len(missing)} of {len(objects)} files are to be compiled, {jobs} at a time"
+        todo = f"{missing} of {len(objects)} files are to be compiled, {jobs} at a time"
         announce(f"{todo}; all of them take minutes, once: build/objects keeps them")
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(Object.make, missing))
+    if subprocess.run([*ninja, "-v", "-j", jobs], env=environment).returncode != 0:
+        raise refuse("the compiler failed, see above")
 
 
 def cuda_objects(nvcc: Path, architectures: str, debug: bool) -> list[Object]:
@@ -297,7 +284,8 @@ class Build(build_ext):
         macros = [f'-DPOSENC_{name}="{value}"' for name, value in said.items()]
         # Without the pybind11 package, its headers among torch's own will do.
         binding = find_package("pybind11") or torch
-        folders = (binding.folder / "include", Path(sysconfig.get_path("include")))
+        python = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("include", "platinclude"))
+        folders = (binding.folder / "include", *python)
         module = Object(MODULE_SOURCE, [*command, *macros], version + binding.version + sys.version, folders)
         make([*ops, module])
 

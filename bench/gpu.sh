@@ -65,8 +65,7 @@ mkdir -p "$OUT" || exit 2
 
 # ---- the steps -------------------------------------------------------------------------------------------------------
 
-# In a folder of its own: objects of a build for other architectures stay as they are.
-step build 150 build.log "$PYTHON" setup.py build_ext --inplace --build-temp build/gpu
+step build 150 build.log "$PYTHON" setup.py build_ext --inplace
 
 step tests 200 tests.log "$PYTHON" -m pytest -m cuda -p no:cacheprovider -o faulthandler_timeout=60 --tb=short \
   --durations=8 -rs tests/test_cuda.py tests/test_cuda_errors.py tests/test_cuda_streams.py

@@ -134,9 +134,9 @@ def consume_tables(
 
 def rename_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
     """Give the weight of a `TransformerEmbedding` its name of today, or append to `errors` that it has several."""
-    own = _own(module, prefix)
-    names = [name for name in WEIGHT_KEYS if not (name.startswith("0.") and prefix + "0." in own)]
-    keys = [prefix + name for name in names if prefix + name in state_dict and prefix + name not in own]
+    of_pair = "0" not in module._modules  # a subclass may have a child of that name
+    names = [name for name in WEIGHT_KEYS if of_pair or not name.startswith("0.")]
+    keys = [prefix + name for name in names if prefix + name in state_dict]
     if len(keys) > 1:
         found = " and ".join(map(repr, keys))
         errors.append(
@@ -147,7 +147,7 @@ def rename_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, er
         state_dict[prefix + WEIGHT_KEYS[0]] = values[0]
     # The rest of a `lut` in the pair, which has other names where it is parametrised.
     pair = prefix + "0.lut."
-    for key in [key for key in state_dict if key.startswith(pair) and prefix + "0." not in own]:
+    for key in [key for key in state_dict if of_pair and key.startswith(pair)]:
         state_dict.setdefault(prefix + "lut." + key.removeprefix(pair), state_dict.pop(key))
 
 

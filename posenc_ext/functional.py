@@ -6,6 +6,8 @@ added to every position: the length of the cache, in a decoder. It is an int or 
 each row of the batch. `positions` gives them explicitly: integers, broadcastable to the token axes, or 1-D along the
 sequence axis; negative ones are welcome, sin(-p) = -sin(p) and cos(-p) = cos(p) exactly.
 
+A DTensor as weight or as activations gives a DTensor, with the bits of one process: see `posenc_ext.ops.shard`.
+
 Nested jagged tensors of ids or activations give nested jagged results; their positions start anew in each row.
 """
 

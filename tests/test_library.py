@@ -1,10 +1,12 @@
 """The library of the ops by itself: without the Python module, without Python, and one state for both."""
 
 import ctypes
+import functools
 import importlib.util
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from helpers import assert_same_bits, child, run_code
 
 import posenc_ext
-from posenc_ext import _C
+from posenc_ext import _C, Convention, functional
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 CPP = Path(__file__).parent.parent / "examples/cpp"
@@ -24,6 +26,24 @@ def test_the_module_chooses_the_kernels_of_the_ops(force_isa):
     for isa in (*_C.available_isas(), *reversed(_C.available_isas())):
         force_isa(isa)
         assert active().decode() == isa == _C.active_isa()
+
+
+def test_threads_share_the_library(force_isa):
+    """New specs, kernels that change and calls, all at the same time: each result is as if it were alone."""
+    calls = [
+        functools.partial(functional.positional_encoding, IDS, 64, convention=Convention(base=float(base)))
+        for base in range(2, 66)
+    ]
+    isas = _C.available_isas()
+
+    def one(i):
+        force_isa(isas[i % len(isas)])
+        return calls[i % len(calls)]()
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(one, range(16 * len(calls))))
+    for i, result in enumerate(results):
+        assert_same_bits(result, calls[i % len(calls)]())
 
 
 LIBRARY_ALONE = """

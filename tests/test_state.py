@@ -452,7 +452,8 @@ def test_what_a_subclass_owns_is_its_own(kind):
             self.register_buffer("pos_enc", torch.randn(2))
             self.register_buffer("weights", torch.zeros(2), persistent=False)
             self.encodings = nn.Linear(2, 2)
-            setattr(self, "1", nn.ParameterDict({"pe": nn.Parameter(torch.randn(4))}))
+            self.add_module("0", nn.Linear(2, 2))
+            self.add_module("1", nn.ParameterDict({"pe": nn.Parameter(torch.randn(4))}))
 
     def made() -> nn.Module:
         return Mine(V, D) if kind == "TransformerEmbedding" else Mine(D)

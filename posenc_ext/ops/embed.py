@@ -57,7 +57,7 @@ def run(call: EmbedCall, general: dict[str, Any] | None = None) -> Tensor:
 
 def _run_traced(call: EmbedCall, general: dict[str, Any] | None) -> Tensor:
     """The same where the call is recorded, or its tensors are no plain ones."""
-    if is_dtensor(call.weight):
+    if is_dtensor(call.weight) or is_dtensor(call.input):
         return shard.embed(run, call, general or {})
     if not _is_compiling():  # which checks it by itself, and may have a symbol here
         check_offset("embed", call.offset)

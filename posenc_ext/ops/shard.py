@@ -43,6 +43,8 @@ def embed(run: Callable[..., Tensor], call: EmbedCall, general: Mapping[str, Any
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     weight = cast("DTensor", call.weight)
+    if not is_dtensor(weight):
+        raise ValueError("posenc_ext::embed: weight must be a DTensor where input is one, got a Tensor")
     refuse("embed", weight, scale_grad_by_freq=call.scale_grad_by_freq, sparse=call.sparse)
     mesh = weight.device_mesh
     _check_placements("embed", "weight", weight)
