@@ -43,18 +43,33 @@ def values(argument: Any, good: Any) -> Any:
     return FLOATS if "float" in str(argument.type) else INTEGERS
 
 
+def cut(good: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Views of the second half of a storage that was freed or cut, and the bytes that are left of it."""
+    for left in (0, 1, 2 * good.nbytes - 1):
+        tensor = torch.cat([good.flatten()] * 2)[good.numel() :].view(good.shape)
+        tensor.untyped_storage().resize_(left)
+        yield tensor, left
+
+
+def attempt(what: str, call: make.OpCall, arguments: dict[str, Any]) -> None:
+    """Print what is called, and how it ends."""
+    print(call.op, what, end=": ", flush=True)  # the last line where the process ends
+    try:
+        print("returned", type(call.overload(**arguments)))
+    except Exception as error:
+        print(type(error).__name__, " ".join(str(error).split())[:300])
+
+
 def main() -> None:
     """Try all of it."""
     warnings.simplefilter("ignore")
     sample = make.Sample("", make.table(), make.ids((2, 3)), {"positions": torch.arange(6).view(2, 3)})
-    for name, call in {**make.op_calls(sample), **make.raw_calls(sample)}.items():
+    for call in {**make.op_calls(sample), **make.raw_calls(sample)}.values():
         arguments = by_name(call.overload, call.args, call.kwargs)
         for argument in call.overload._schema.arguments:
-            for value in values(argument, arguments.get(argument.name)):
-                # Printed before: it is the last line where the process ends.
-                print(name, argument.name, type(value), tuple(getattr(value, "shape", ())), end=": ", flush=True)
-                try:
-                    result = call.overload(**{**arguments, argument.name: value})
-                    print("returned", type(result))
-                except Exception as error:
-                    print(type(error).__name__, " ".join(str(error).split())[:300])
+            name, good = argument.name, arguments.get(argument.name)
+            for value in values(argument, good):
+                what = f"{name} {type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
+                attempt(what, call, {**arguments, name: value})
+            for tensor, left in cut(good) if isinstance(good, Tensor) else ():
+                attempt(f"{name} with {left} of {2 * good.nbytes} bytes", call, {**arguments, name: tensor})
