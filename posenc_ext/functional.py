@@ -34,7 +34,6 @@ from posenc_ext.ops.call import (
     broadcast_positions,
     check_integer,
     check_offset,
-    new_embed_call,
     resolve_offset,
 )
 from posenc_ext.ops.tracing import decomposed, is_traced
@@ -105,7 +104,7 @@ def embed(
     try:
         if has_torch_function_variadic(input, weight) or input.is_nested:
             return _overridden(embed, "input", locals())
-        chosen = resolve(convention)
+        chosen = convention if type(convention) is Convention else resolve(convention)
         base, flags = chosen.spec(precision, batch_first)
         if type(offset) is not int:
             offset, positions = resolve_offset(
@@ -115,7 +114,8 @@ def embed(
             offset = offset + chosen.first_position
         else:
             positions = broadcast_positions(positions, input.shape, batch_first, "embed")
-        call = new_embed_call(
+        call = tuple.__new__(
+            EmbedCall,
             (
                 weight,
                 input,
@@ -127,7 +127,7 @@ def embed(
                 -1 if padding_idx is None else _row_of(padding_idx, weight),
                 scale_grad_by_freq,
                 sparse,
-            )
+            ),
         )
         general: dict[str, Any] | None = None  # what only the op embed_general takes
         if max_norm is None and out is None:
@@ -154,7 +154,8 @@ def scaled_embedding(
     try:
         if has_torch_function_variadic(input, weight) or input.is_nested:
             return _overridden(scaled_embedding, "input", locals())
-        call = new_embed_call(
+        call = tuple.__new__(
+            EmbedCall,
             (
                 weight,
                 input,
@@ -165,7 +166,7 @@ def scaled_embedding(
                 -1 if padding_idx is None else _row_of(padding_idx, weight),
                 scale_grad_by_freq,
                 sparse,
-            )
+            ),
         )
         if max_norm is None and out is None:
             return _embed.run(call)
@@ -203,7 +204,7 @@ def add_positional_encoding(
     try:
         if has_torch_function_unary(x) or x.is_nested:
             return _overridden(add_positional_encoding, "x", locals())
-        chosen = resolve(convention)
+        chosen = convention if type(convention) is Convention else resolve(convention)
         spec = chosen.spec(precision, batch_first)
         if type(offset) is not int:
             offset, positions = resolve_offset(
@@ -269,7 +270,7 @@ def positional_encoding(
             has_torch_function_unary(positions_or_length) or positions_or_length.is_nested
         ):
             return _overridden(positional_encoding, "positions_or_length", locals())
-        chosen = resolve(convention)
+        chosen = convention if type(convention) is Convention else resolve(convention)
         if isinstance(positions_or_length, Tensor):
             positions, first = positions_or_length, 0
             if device is not None and torch.device(device) != positions.device:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from posenc_ext import functional, jagged
 from posenc_ext.checkpoints import consume_tables, rename_weight
 from posenc_ext.conventions import Convention, resolve
-from posenc_ext.plain import is_plain, plain_weight
+from posenc_ext.plain import drop, plain_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,14 +57,6 @@ def _dropout(owner: str, p: float) -> nn.Dropout:
     return nn.Dropout(p)
 
 
-def _drop(dropout: Any, y: Tensor) -> Tensor:
-    """`dropout(y)`, which is not called where nothing would come of it; a graph of torch.fx may be trained later."""
-    if is_plain(dropout, nn.Dropout) and not (dropout.p and (dropout.training or isinstance(y, torch.fx.Proxy))):
-        return y
-    result: Tensor = dropout(y)
-    return result
-
-
 def _of_lut(name: str) -> Any:
     return property(
         lambda self: getattr(self.lut, name), lambda self, value: setattr(self.lut, name, value), doc=f"`lut.{name}`."
@@ -88,13 +80,23 @@ def _checked_rows(rows: Tensor, x: Tensor, d_model: int, owner: str) -> Tensor:
     return rows
 
 
-def _add_sinusoids(x: Tensor, d_model: int, offset: int | Tensor, positions: Tensor | None, **options: Any) -> Tensor:
+def _add_sinusoids(
+    x: Tensor,
+    d_model: int,
+    offset: int | Tensor,
+    positions: Tensor | None,
+    convention: Convention,
+    precision: str | None,
+    batch_first: bool,
+) -> Tensor:
     sizes = x.shape
     if not sizes or sizes[-1] != d_model:
         raise ValueError(
             f"posenc_ext.PositionalEncoding: x must have width {d_model} in its last axis, got {list(x.shape)}"
         )
-    return functional.add_positional_encoding(x, offset=offset, positions=positions, **options)
+    return functional.add_positional_encoding(
+        x, offset=offset, positions=positions, convention=convention, precision=precision, batch_first=batch_first
+    )
 
 
 class _Layer(nn.Module):
@@ -339,16 +341,8 @@ class PositionalEncoding(_Encoded):
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
         """X [..., length, d_model] -> the same shape and dtype; `offset` and `positions` as in `functional`."""
-        y = _add_sinusoids(
-            x,
-            self.d_model,
-            offset,
-            positions,
-            convention=self._convention,
-            precision=self._precision,
-            batch_first=self.batch_first,
-        )
-        return _drop(self._modules["dropout"], y)
+        y = _add_sinusoids(x, self.d_model, offset, positions, self._convention, self._precision, self.batch_first)
+        return drop(self._modules["dropout"], y)
 
     @property
     def pe(self) -> Tensor:
@@ -465,7 +459,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
                 sparse=lut.sparse,
                 batch_first=self.batch_first,
             )
-        return _drop(self._modules["dropout"], y)
+        return drop(self._modules["dropout"], y)
 
     def extra_repr(self) -> str:
         """Convention and options; `lut` tells the sizes."""
@@ -538,7 +532,7 @@ class LearnedPositionalEmbedding(_Layer):
             ValueError: x of another width, positions of another shape.
         """
         y = _add_learned(x, self.weight, offset, positions, self.batch_first)
-        return _drop(self._modules["dropout"], y)
+        return drop(self._modules["dropout"], y)
 
     def extra_repr(self) -> str:
         """Sizes."""

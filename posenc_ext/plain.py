@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -14,6 +15,8 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
+
+dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 # Tensors that stand for plain ones while a program is traced.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
@@ -27,11 +30,19 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     if type(module) is not kind or kind.forward is not _FORWARD[kind]:
         return False
     state = module.__dict__  # half the time of reading attributes
+    if dynamo_compiling():  # which would guard each key
+        hooks = (
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        )
+    else:
+        hooks = (
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+        )
     return not (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
+        hooks
         or _global_forward_hooks
         or _global_forward_pre_hooks
         or _global_backward_hooks
@@ -47,7 +58,16 @@ def plain_weight(lut: nn.Module) -> Tensor | None:
     weight: Any = lut._parameters.get("weight")
     if weight is None:
         weight = lut.weight  # an attribute: tools that shard put views there
-    return weight if type(weight) in _PLAIN or is_dtensor(weight) else None
+    # The first question spares a compiled program the guards of the others.
+    return weight if type(weight) is nn.Parameter or type(weight) in _PLAIN or is_dtensor(weight) else None
+
+
+def drop(dropout: Any, y: Tensor) -> Tensor:
+    """`dropout(y)`, which is not called where nothing would come of it; a graph of torch.fx may be trained later."""
+    if is_plain(dropout, nn.Dropout) and not (dropout.p and (dropout.training or isinstance(y, torch.fx.Proxy))):
+        return y
+    result: Tensor = dropout(y)
+    return result
 
 
 def is_dtensor(tensor: Tensor) -> bool:

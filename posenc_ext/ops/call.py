@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,10 @@ LEAST = -INT64
 
 
 class EmbedCall(NamedTuple):
-    """token_scale * weight[input] + encoding(positions + offset); in the order of the op `embed`."""
+    """token_scale * weight[input] + encoding(positions + offset); in the order of the op `embed`.
+
+    Made by tuple.__new__(EmbedCall, arguments), without the Python function before it: half a microsecond less.
+    """
 
     weight: Tensor
     input: Tensor
@@ -29,10 +31,6 @@ class EmbedCall(NamedTuple):
     padding_idx: int = -1  # none
     scale_grad_by_freq: bool = False
     sparse: bool = False
-
-
-# EmbedCall(*arguments) without the Python function that a NamedTuple puts before it: half a microsecond less.
-new_embed_call = functools.partial(tuple.__new__, EmbedCall)
 
 
 class GradientCall(NamedTuple):

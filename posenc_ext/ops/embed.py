@@ -59,16 +59,17 @@ def _run_traced(call: EmbedCall, general: dict[str, Any] | None) -> Tensor:
     """The same where the call is recorded, or its tensors are no plain ones."""
     if is_dtensor(call.weight) or is_dtensor(call.input):
         return shard.embed(run, call, general or {})
+    transformed = transforms_active() or forward_ad._current_level >= 0
+    differentiable = _grad_enabled() and call.weight.requires_grad
+    result: Tensor
+    if dynamo_compiling() and not (transformed or differentiable or general) and not _is_exporting():
+        # The formula costs a compiled call several microseconds as well, and this program is kept for no other use.
+        result = _embed_fwd(*call[:7])  # _FORWARD as a number: one thing less to guard
+        return result
     if not _is_compiling():  # which checks it by itself, and may have a symbol here
         check_offset("embed", call.offset)
-    if compose.needed():
+    if transformed:
         return compose.embed(call, **(general or {}))
-    result: Tensor
-    differentiable = _grad_enabled() and call.weight.requires_grad
-    if dynamo_compiling() and not differentiable and general is None and not _is_exporting():
-        # The formula costs a compiled call several microseconds as well, and this program is kept for no other use.
-        result = _embed_fwd(*call[:_FORWARD])
-        return result
     if call.sparse and _is_compiling() and not torch.onnx.is_in_onnx_export():
         raise NotImplementedError(
             "posenc_ext::embed: sparse=True cannot be traced (torch.compile and export have no sparse gradients)"
