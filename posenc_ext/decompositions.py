@@ -275,6 +275,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "_embed_bwd": _embed_backward,
     "embed_backward_sparse": _embed_backward_sparse,
     "_embed_bwd_sparse": _embed_backward_sparse,
+    "add_general": _add,
     "add_positional_encoding": _add,
     "_add_positional_encoding_fwd": _add,
     "add_positional_encoding_out": _add_out,
