@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 import posenc_ext
 from posenc_ext.functional import add_positional_encoding, embed, positional_encoding, scaled_embedding
-from posenc_ext.ops import add
 
 # Whatever the backend, the ops are called as they are; inductor is there for what it compiles around them, slowly.
 EAGER = "aot_eager"
@@ -64,7 +63,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., Tensor], ...]]] =
     "scaled_embedding": (lambda i: scaled_embedding(i, W), (IDS,)),
     "scaled_embedding, out": (lambda i, o: scaled_embedding(i, W, out=o), (IDS, ACTS)),
     "add": (lambda a: add_positional_encoding(a, batch_first=False), (ACTS,)),
-    "add, scaled": (lambda a: add.run(a, None, 3, make.spec(), 1.5), (ACTS,)),
     "add, out": (lambda a, o: add_positional_encoding(a, out=o), (ACTS, ACTS)),
     "add, in place": (lambda a: add_positional_encoding(a, out=a), (ACTS,)),
     "positional_encoding": (lambda p: positional_encoding(p, D), (IDS,)),
@@ -109,20 +107,43 @@ def test_whole_graph_under_inductor(name):
         assert torch.equal(compiled(*given), expected)
 
 
-def test_the_compiled_graph_holds_the_op_and_no_table():
+def compiled_graph(function: Callable[..., Any], *given: Tensor) -> torch.fx.GraphModule:
+    """The one graph that a call is compiled into."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 
-    module = make.layer()
-    torch.compile(module, backend=backend, fullgraph=True)(ids())
+    torch.compile(function, backend=backend, fullgraph=True)(*given)
     (graph,) = graphs
-    calls = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    assert calls == [torch.ops.posenc_ext.embed.default]
+    return graph
+
+
+def ops_of(graph: torch.fx.GraphModule) -> list[Any]:
+    return [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+
+
+def test_the_compiled_graph_holds_the_op_and_no_table():
+    graph = compiled_graph(make.layer(), ids())
+    assert ops_of(graph) == [torch.ops.posenc_ext.embed.default]
     held = [*graph.parameters(), *graph.buffers()]
     assert all(t.numel() in (0, V * D) for t in held)
+
+
+def test_a_program_that_needs_no_gradient_holds_the_raw_op():
+    """The formula would cost each call several microseconds. A sparse one does not matter then."""
+    raw, raw_add = torch.ops.posenc_ext._embed_fwd.default, torch.ops.posenc_ext._add_positional_encoding_fwd.default
+    frozen = make.layer().requires_grad_(False)
+    assert ops_of(compiled_graph(frozen, ids())) == [raw]
+    assert ops_of(compiled_graph(add_positional_encoding, x())) == [raw_add]
+    with torch.no_grad():
+        for layer in (make.layer(padding_idx=1), make.layer(sparse=True)):
+            assert ops_of(compiled_graph(layer, ids())) == [raw]
+        assert ops_of(compiled_graph(add_positional_encoding, x(grad=True))) == [raw_add]
+    assert ops_of(compiled_graph(add_positional_encoding, x(grad=True))) == [
+        torch.ops.posenc_ext.add_positional_encoding.default
+    ]
 
 
 # ---- steps of a decoder ----------------------------------------------------------------------------------------------
@@ -140,16 +161,31 @@ STEPS = {
 @make.each("name", list(STEPS))
 @make.each("changing", ["offset", "both"])
 def test_no_recompilation_by_the_step(name, changing):
-    """One compile for the first call, one when a number is seen to change, and none in 14 more steps."""
+    """One compile for the first call, one when a number is seen to change, and none in 14 more steps; from 0 on."""
     function, argument = STEPS[name]
     counter = CompileCounterWithBackend(EAGER)
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for step in range(16):
         given = argument((B, 2 + step if changing == "both" else 2))
-        assert torch.equal(compiled(given, offset=3 + step), function(given, offset=3 + step))
+        assert torch.equal(compiled(given, offset=step), function(given, offset=step))
         if step == 1:
             settled = counter.frame_count
     assert counter.frame_count == settled <= 2
+
+
+@make.each("name", list(STEPS))
+def test_an_offset_in_a_tensor_is_compiled_once(name):
+    function, argument = STEPS[name]
+    given = argument((B, 1))
+    for offset in (torch.tensor(0), torch.arange(B)):
+        if name == "length" and offset.dim():  # there are no rows
+            continue
+        counter = CompileCounterWithBackend(EAGER)
+        compiled = torch.compile(function, fullgraph=True, backend=counter)
+        for step in range(6):
+            assert torch.equal(compiled(given, offset=offset + step), function(given, offset=offset + step))
+        assert counter.frame_count == 1
+        torch.compiler.reset()
 
 
 def test_a_decoder_that_counts_its_own_steps():

@@ -197,16 +197,23 @@ NAMES = [line.split()[1].partition("(")[0] for line in FILE.read_text().split("@
 def run_job(processes: int, folder: Path) -> dict[str, list[str]]:
     """How each check ended in each process."""
     settings = child(folder)
-    commands = [[sys.executable, str(FILE), str(rank), str(processes), str(folder)] for rank in range(processes)]
-    running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings) for c in commands]
+    logs = [(folder / f"{rank}.log").open("w+") for rank in range(processes)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(FILE), str(rank), str(processes), str(folder)], stdout=log, stderr=log, **settings
+        )
+        for rank, log in enumerate(logs)
+    ]
     try:
-        printed = [process.communicate(timeout=300)[0].decode()[-3000:] for process in running]
-    finally:
         for process in running:
+            process.wait(timeout=600)
+    finally:
+        for process, log in zip(running, logs, strict=True):
             process.kill()
+            log.close()
     ended: dict[str, list[str]] = {name: [] for name in NAMES}
-    for rank, text in enumerate(printed):
-        path = folder / f"{rank}.json"
+    for rank in range(processes):
+        text, path = (folder / f"{rank}.log").read_text()[-3000:], folder / f"{rank}.json"
         found = json.loads(path.read_text()) if path.exists() else {}
         for name in NAMES:
             ended[name].append(found.get(name, f"process {rank} did not come to it\n{text}"))

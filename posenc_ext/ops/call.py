@@ -99,7 +99,7 @@ def resolve_offset(
         )
     if positions is None:
         length = token_shape[-1 if batch_first else 0] if token_shape else 1
-        positions = torch.arange(first_position, first_position + length, device=device)
+        positions = torch.arange(first_position, first_position + length, 1, device=device)  # 1: core ATen has no other
     if not token_shape:
         return 0, positions.reshape(()) + offset
     positions = broadcast_positions(positions, token_shape, batch_first, op)
