@@ -694,4 +694,5 @@ def test_more_than_two_to_the_31_elements_of_the_table(device):
 def test_functional_is_what_was_tested():
     """Every public function is called above, but for those that reach no kernel."""
     tested = {"add_positional_encoding", "embed", "positional_encoding", "scaled_embedding"}
-    assert set(functional.__all__) == tested | {"angular_frequencies", "broadcast_positions"}
+    of_the_host = {"angular_frequencies", "broadcast_positions", "check_integer", "resolve_offset"}
+    assert set(functional.__all__) == tested | of_the_host
