@@ -21,9 +21,10 @@ std::string message(const char* op, const Parts&... parts) {
 }
 
 // Allocates a tensor from Python and frees it, so that torch raises its own error where memory is short: its C
-// interface says no more than that something failed. Null where no Python module has set it. One for both libraries.
+// interface says no more than that something failed. Null where no Python module has set it.
 using Allocate = void (*)(const std::vector<int64_t>& sizes, const std::string& dtype, const std::string& device);
-POSENC_API inline Allocate allocate_from_python = nullptr;
+extern Allocate allocate_from_python;
+POSENC_API void set_allocate_from_python(Allocate allocate);
 
 }  // namespace posenc
 

@@ -159,7 +159,7 @@ py::dict build_info() {
 
 PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.doc() = "Compiled half of posenc_ext: build information, choice of instruction set, raw kernels.";
-  allocate_from_python = &allocate;
+  set_allocate_from_python(&allocate);
   m.def("build_info", &build_info, "What this library was built with.");
   m.def("available_isas", &cpu::available_isas,
         "CPU instruction sets of this build that this machine can run, best first.");
