@@ -11,6 +11,7 @@
 
 #include "../frequency.h"
 #include "../params.h"
+#include "sort.h"
 
 namespace posenc::cuda {
 
@@ -101,6 +102,7 @@ struct GradientScratch {
   void* partials = nullptr;
   void* temporary = nullptr;  // of the sort and the scan
   size_t temporary_bytes = 0;
+  SortShape sort;
   int64_t bytes = 0;  // of all parts
 
   // Computes `bytes`. Once the caller has that much memory, `place` says where each part lies in it.
@@ -108,7 +110,7 @@ struct GradientScratch {
   void place(void* memory);
 
  private:
-  int64_t token_count_, segment_count_, partial_bytes_;
+  int64_t segment_count_, partial_bytes_;
   bool sparse_;
 };
 

@@ -173,6 +173,7 @@ Frequencies Call::frequencies(const std::shared_ptr<const FrequencyTable>& table
 }
 
 int64_t Call::read(const int32_t* value) const {
+  raise_launch_error();  // else what is read was never written
   const auto stream = static_cast<cudaStream_t>(launch_.stream);
   int32_t result = 0;
   check(cudaMemcpyAsync(&result, value, sizeof(result), cudaMemcpyDeviceToHost, stream), "reading a count");

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -24,14 +25,27 @@ from . import ptx_to_cpp
 HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
 
-# Of csrc/cuda: what calls the CUDA runtime or CUB.
-NOT_KERNELS = {"runtime.cu", "sort.cu"}
+# Of csrc/cuda: what the checks of the kernels do without.
+NOT_KERNELS = {"runtime.cu"}
 # Compiled once for each element type.
 FORWARD_KERNELS = "forward_kernels.cu"
 ELEMENT_TYPES = ("float32", "bfloat16", "float64", "float16")
+# TSan knows some thousand threads at a time, and is slow at them: `checks --few` asks for these kernels alone.
+TSAN_TYPES = ("float32", "bfloat16")
 
 SANITIZERS = {
     "plain": [],
+    # Every access to memory calls access_checks.cpp.
+    "watched": [
+        "-fsanitize=kernel-address",
+        "--param",
+        "asan-instrumentation-with-call-threshold=0",
+        "--param",
+        "asan-stack=0",
+        "--param",
+        "asan-globals=0",
+        "-U__SANITIZE_ADDRESS__",
+    ],
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread", "--param", "tsan-distinguish-volatile=1"],
 }
@@ -80,6 +94,17 @@ def cuda_include() -> Path:
 
 
 @functools.cache
+def torch_flags() -> tuple[str, ...]:
+    """For what is written against torch's stable ABI, as setup.py compiles it."""
+    setup = (HERE.parent.parent / "setup.py").read_text()
+    target = re.search(r'^TORCH_TARGET = "(\w+)"', setup, re.M)
+    package = importlib.util.find_spec("torch")
+    if not target or not package or not package.origin:
+        raise BuildError("no torch, or no TORCH_TARGET in setup.py")
+    return (f"-DTORCH_TARGET_VERSION={target[1]}", "-isystem", str(Path(package.origin).parent / "include"))
+
+
+@functools.cache
 def fma_flags() -> tuple[str, ...]:
     """The fused multiply-add of the kernels is exact either way; with the instruction it is fast."""
     cpu = Path("/proc/cpuinfo")
@@ -108,6 +133,10 @@ def kernel_units(csrc: Path = CSRC, dtypes: Sequence[str] = ELEMENT_TYPES) -> li
     return forward + [Unit(path) for path in sources if path.name != FORWARD_KERNELS]
 
 
+def includes(csrc: Path = CSRC) -> list[str | Path]:
+    return [f"-I{HERE}", f"-I{csrc}", "-isystem", cuda_include()]
+
+
 class Builder:
     """Objects and programs in one folder."""
 
@@ -117,6 +146,7 @@ class Builder:
         self.made: dict[str, futures.Future[Path]] = {}
         self.lock = threading.Lock()
         self.pool = futures.ThreadPoolExecutor(self.workers)
+        self.linkers = futures.ThreadPoolExecutor(self.workers)  # that wait for the objects of the other pool
 
     def later(self, key: str, make: Callable[[], Path]) -> futures.Future[Path]:
         """`make` on a worker, once for each key."""
@@ -125,8 +155,13 @@ class Builder:
                 self.made[key] = self.pool.submit(make)
             return self.made[key]
 
+    def ahead(self, program: Callable[[], Path]) -> futures.Future[Path]:
+        """A program that will be wanted."""
+        return self.linkers.submit(program)
+
     def close(self) -> None:
         """Forgets what has not begun."""
+        self.linkers.shutdown(wait=False, cancel_futures=True)
         self.pool.shutdown(cancel_futures=True)
 
     def prefetch(self, *wanted: Callable[[], object]) -> None:
@@ -157,24 +192,46 @@ class Builder:
 
     def host_objects(self) -> list[futures.Future[Path]]:
         """The checks and the CPU backend they compare with."""
+        checks = [HERE / name for name in ("checks.cpp", "forward_checks.cpp", "backward_checks.cpp")]
+        return [*self.reference_objects(), *[self.object(path, includes()) for path in checks]]
+
+    def reference_objects(self) -> list[futures.Future[Path]]:
+        """The CPU backend, and the CUDA runtime that stands in for the real one."""
         reference = [*sorted((CSRC / "cpu").rglob("*.cpp")), CSRC / "frequency.cpp", CSRC / "segments.cpp"]
-        checks = [
-            HERE / name for name in ("checks.cpp", "forward_checks.cpp", "backward_checks.cpp", "sort_on_cpu.cpp")
-        ]
-        include = [f"-I{HERE}", f"-I{CSRC}"]
-        # The slowest first.
-        return [self.object(path, include) for path in [*reference, *checks]]
+        return [self.object(path, includes()) for path in [*reference, HERE / "fake_cuda.cpp"]]  # the slowest first
 
     # -- kernels from their source
 
     def shim_object(self, unit: Unit, mode: str, csrc: Path = CSRC, from_ptx: bool = False) -> Any:
-        include = [f"-I{HERE}", f"-I{csrc}", "-isystem", cuda_include()]
         only_declared = ["-DPOSENC_KERNELS_FROM_PTX"] if from_ptx else []
-        flags = [*SHIM_FLAGS, *fma_flags(), *SANITIZERS[mode], *only_declared, *unit.flags, *include]
+        flags = [*SHIM_FLAGS, *fma_flags(), *SANITIZERS[mode], *only_declared, *unit.flags, *includes(csrc)]
         return self.object(unit.path, flags)
 
     def kernels_from_source(self, mode: str, units: Sequence[Unit] | None = None) -> list[Any]:
         return [self.shim_object(unit, mode) for unit in units or kernel_units()]
+
+    # -- the host half
+
+    def host_units(self) -> list[Unit]:
+        """Of csrc: all that runs on the host around the kernels, and the kernels of one element type."""
+        return [*kernel_units(dtypes=("float32",)), Unit(CSRC / "cuda/runtime.cu"),
+                *[Unit(path) for path in sorted((CSRC / "torch").glob("*.cpp"))]]  # fmt: skip
+
+    def host_unit(self, unit: Unit, csrc: Path = CSRC) -> futures.Future[Path]:
+        unit = unit._replace(path=csrc / unit.path.relative_to(CSRC))
+        if unit.path.suffix == ".cu":
+            return self.shim_object(unit, "watched", csrc)
+        return self.object(unit.path, [*SANITIZERS["watched"], *torch_flags(), *includes(csrc)])
+
+    def host_check_objects(self) -> list[Any]:
+        """The checks, torch's stand-in, and what they share with other programs."""
+        with_torch = [HERE / name for name in ("host_checks.cpp", "fake_torch.cpp")]
+        return [*[self.object(path, [*torch_flags(), *includes()]) for path in with_torch],
+                self.shim_object(Unit(HERE / "access_checks.cpp"), "plain"), *self.reference_objects()]  # fmt: skip
+
+    def host_program(self, name: str = "host", units: Sequence[Any] | None = None) -> Path:
+        objects = units or [self.host_unit(unit) for unit in self.host_units()]
+        return self.link(name, [*objects, *self.host_check_objects()], "plain", partial=True)
 
     # -- kernels from PTX
 
@@ -218,6 +275,7 @@ class Builder:
         if target.exists():
             return target
         flags = ["-no-pie", "-Wl,--unresolved-symbols=ignore-in-object-files"] if partial else []
+        flags += ["-rdynamic"]  # torch's getter of streams is looked up by name
         paths = [part if isinstance(part, Path) else part.result() for part in objects]
         compile_or_raise([gxx() or "g++", *SANITIZERS[mode], *flags, *paths, "-o", target])
         return target

@@ -6,6 +6,8 @@
 
 #include <cstring>
 
+#include "fake_cuda.h"
+
 namespace checks {
 namespace {
 
@@ -126,10 +128,21 @@ int32_t run_serially(int64_t begin, int64_t end, int64_t, posenc::ParallelBody b
 }
 
 Device::Device(int64_t resident_threads, uint64_t call) {
+  static const cudaStream_t stream = [] {
+    cudaStream_t made = nullptr;
+    cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking);
+    return made;
+  }();
+  launch.stream = stream;
   record[0] = {};
   found[0] = 0;
   launch.resident_threads = resident_threads;
   launch.errors = {record.data(), found.data(), call};
+}
+
+void Device::wait() const {
+  cudaStreamSynchronize(static_cast<cudaStream_t>(launch.stream));
+  expect(fake_cuda::idle(), "nothing is queued on another stream");
 }
 
 bool Device::recorded(int64_t place, int64_t index, int64_t rows) const {

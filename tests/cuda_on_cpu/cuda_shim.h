@@ -4,8 +4,9 @@
 //   g++ -x c++ -std=c++20 -DPOSENC_CUDA_ON_CPU -ffp-contract=off -fno-strict-aliasing -Itests/cuda_on_cpu
 //       -isystem <CUDA toolkit>/include
 //
-// What is not modelled does not compile, or stops the program with a message that begins with "cuda_on_cpu:". README.md
-// lists what each build sees. The environment variable CUDA_ON_CPU_SEED shuffles the order of threads and blocks.
+// A launch is queued on its stream; fake_cuda.h says when it runs. What is not modelled does not compile, or stops the
+// program with a message that begins with "cuda_on_cpu:". README.md lists what each build sees. The environment
+// variable CUDA_ON_CPU_SEED shuffles the order of threads and blocks.
 #pragma once
 
 #include <sys/mman.h>
@@ -25,9 +26,9 @@
 
 // ---- the language
 
-#include <driver_types.h>
-#include <vector_functions.h>
-#include <vector_types.h>
+#include <cuda_runtime.h>
+
+#include "fake_cuda.h"
 
 #undef __host__
 #undef __device__
@@ -44,7 +45,7 @@
 
 #define POSENC_LAUNCH(kernel, grid, block, stream, ...) \
   cuda_on_cpu::launch(                                  \
-      #kernel, [&](const auto&... arguments) { (kernel)(arguments...); }, grid, block, stream, __VA_ARGS__)
+      #kernel, [=](const auto&... arguments) { (kernel)(arguments...); }, grid, block, stream, __VA_ARGS__)
 
 #define POSENC_SHARED(T, name, count) \
   static char name##_key;             \
@@ -164,7 +165,8 @@ struct Launch {
   dim3 grid, block;
   uint3 block_index = {};
   void (*run)(const void* call) = nullptr;
-  const void* call = nullptr;
+  const void* call = nullptr;  // with its arguments
+  size_t call_bytes = 0;
   size_t started = 0;  // threads so far
   unsigned threads() const { return block.x * block.y * block.z; }
 };
@@ -350,15 +352,21 @@ CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
   block_memory = nullptr;
 }
 
-CUDA_ON_CPU_UNSEEN inline void check_limits() {
-  const dim3 &grid = active.grid, &block = active.block;
-  if (block.x == 0 || block.y == 0 || block.z == 0 || block.x > 1024 || block.y > 1024 || block.z > 64 ||
-      uint64_t{block.x} * block.y * block.z > kMaxBlockThreads)
-    fail("the block has no threads, or more than a block can have");
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) fail("the grid has no blocks");
-  if (grid.x > 0x7FFFFFFFu || grid.y > 65535 || grid.z > 65535) fail("the grid has more blocks than an axis can have");
-  if (uint64_t{grid.x} * grid.y * grid.z * active.threads() > kMaxLaunchThreads)
-    fail("more threads in a launch than TSan can tell apart");
+// On the thread that launches, while another one may run kernels.
+inline void check_limits(const Launch& launch) {
+  const dim3 &grid = launch.grid, &block = launch.block;
+  const auto check = [&](bool allowed, const char* what) {
+    if (allowed) return;
+    std::fprintf(stderr, "cuda_on_cpu: %s | kernel %s\n", what, launch.name);
+    std::abort();
+  };
+  check(block.x > 0 && block.y > 0 && block.z > 0 && block.x <= 1024 && block.y <= 1024 && block.z <= 64 &&
+            uint64_t{block.x} * block.y * block.z <= kMaxBlockThreads,
+        "the block has no threads, or more than a block can have");
+  check(grid.x > 0 && grid.y > 0 && grid.z > 0, "the grid has no blocks");
+  check(grid.x <= 0x7FFFFFFFu && grid.y <= 65535 && grid.z <= 65535, "the grid has more blocks than an axis can have");
+  check(uint64_t{grid.x} * grid.y * grid.z * launch.threads() <= kMaxLaunchThreads,
+        "more threads in a launch than TSan can tell apart");
 }
 
 CUDA_ON_CPU_UNSEEN inline void run_grid() {
@@ -393,20 +401,25 @@ struct Extent {
 };
 
 // `kernel` is a function object that calls the kernel, so that overloads are chosen by the arguments, as nvcc does it.
+// Arguments are copied when the kernel is launched, whenever it runs.
 template <class Kernel, class... Arguments>
-void launch(const char* name, const Kernel& kernel, const Extent& grid, const Extent& block, void*,
+void launch(const char* name, const Kernel& kernel, const Extent& grid, const Extent& block, void* stream,
             const Arguments&... arguments) {
   static_assert((sizeof(Arguments) + ... + 0) <= 4096, "a kernel takes 4 KB of parameters");
-  if (current) fail("a kernel launches a kernel");
-  const auto call = [&] { kernel(arguments...); };
-  active = {};
-  active.name = name;
-  active.grid = grid.value;
-  active.block = block.value;
-  active.run = [](const void* what) { (*static_cast<decltype(call)*>(what))(); };
-  active.call = &call;
-  check_limits();
-  run_grid();
+  if (fake_cuda::at_work()) fail("a kernel launches a kernel");
+  const auto call = [=] { kernel(arguments...); };
+  Launch made;
+  made.name = name;
+  made.grid = grid.value;
+  made.block = block.value;
+  made.call_bytes = sizeof(call);
+  made.run = [](const void* what) { (*static_cast<decltype(call)*>(what))(); };
+  check_limits(made);
+  fake_cuda::launch(name, grid.value, block.value, stream, [=] {
+    active = made;
+    active.call = &call;
+    run_grid();
+  });
 }
 
 template <class To, class From>
@@ -523,12 +536,3 @@ inline double __longlong_as_double(long long bits) { return cuda_on_cpu::reinter
 inline long long __double_as_longlong(double value) { return cuda_on_cpu::reinterpret<long long>(value); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
-
-// ---- what launchers call
-
-inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
-  std::memset(to, value, bytes);
-  return cudaSuccess;
-}
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // launch() has stopped the program
-inline const char* cudaGetErrorString(cudaError_t) { return "unknown error"; }
