@@ -10,6 +10,7 @@ Environment:
 """
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 FORWARD_KERNELS = ROOT / "csrc/cuda/forward_kernels.cu"
+# What decides the arithmetic of the kernels. The tests and the gate of the machine code read the same file.
+NVCC_FLAGS = json.loads((ROOT / "csrc/cuda/nvcc_flags.json").read_text())
 ELEMENT_TYPES = ("float32", "float64", "bfloat16", "float16")
 DEFAULT_CUDA_ARCHS = ("7.5", "8.0", "9.0", "10.0", "12.0")
 # Names that TORCH_CUDA_ARCH_LIST may hold.
@@ -56,6 +59,13 @@ def find_nvcc() -> Path | None:
         raise SystemExit(f"posenc_ext: POSENC_FORCE_CUDA=1, but the CUDA half cannot be built: {reason}")
     print(f"posenc_ext: CPU only ({reason})")
     return None
+
+
+def check_environment() -> None:
+    """nvcc takes flags from two variables as well."""
+    for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        if re.search(r"fmad|fast.math|ftz|prec-(div|sqrt)", os.environ.get(name, "")):
+            raise SystemExit(f"posenc_ext: {name} must not change how kernels compute, got {os.environ[name]!r}")
 
 
 def cuda_libraries(nvcc: Path) -> list[str]:
@@ -104,7 +114,8 @@ def compile_cuda(nvcc: Path, folder: Path, architectures: str, debug: bool) -> l
     # The slowest first.
     objects[:0] = [(FORWARD_KERNELS, f"forward_{t}", [f"-DPOSENC_DTYPE={t}"]) for t in ELEMENT_TYPES]
     headers = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh")]
-    flags = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DPOSENC_WITH_CUDA"]
+    check_environment()
+    flags = [*NVCC_FLAGS, "-Xcompiler=-fPIC,-fvisibility=hidden", "-DPOSENC_WITH_CUDA"]
     flags += ["-G", "-g"] if debug else []
     flags += architecture_flags(architectures)
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -55,7 +56,7 @@ HOST_FLAGS = ["-x", "c++", "-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fn
 # and pragmas.
 SHIM_FLAGS = ["-include", "cuda_shim.h", "-DPOSENC_CUDA_ON_CPU", "-Wall", "-Werror", "-Wno-unknown-pragmas",
               "-Wno-class-memaccess", "-Wno-maybe-uninitialized", "-Wno-unused-variable"]  # fmt: skip
-NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-ptx"]
+NVCC_FLAGS = json.loads((CSRC / "cuda/nvcc_flags.json").read_text()) if CSRC.exists() else []
 
 
 class BuildError(Exception):
@@ -196,9 +197,13 @@ class Builder:
         return [*self.reference_objects(), *[self.object(path, includes()) for path in checks]]
 
     def reference_objects(self) -> list[futures.Future[Path]]:
-        """The CPU backend, and the CUDA runtime that stands in for the real one."""
+        """The CPU backend, and the runtime."""
         reference = [*sorted((CSRC / "cpu").rglob("*.cpp")), CSRC / "frequency.cpp", CSRC / "segments.cpp"]
-        return [self.object(path, includes()) for path in [*reference, HERE / "fake_cuda.cpp"]]  # the slowest first
+        return [*[self.object(path, includes()) for path in reference], self.runtime_object()]  # the slowest first
+
+    def runtime_object(self) -> futures.Future[Path]:
+        """The CUDA runtime without a device."""
+        return self.object(HERE / "fake_cuda.cpp", includes())
 
     # -- kernels from their source
 
@@ -239,7 +244,7 @@ class Builder:
         target = self.folder / f"{unit.name}-{arch}.ptx"
 
         def make() -> Path:
-            compile_or_raise([nvcc() or "nvcc", *NVCC_FLAGS, f"-arch=compute_{arch}", f"-I{CSRC}", f"-I{HERE}",
+            compile_or_raise([nvcc() or "nvcc", *NVCC_FLAGS, "-ptx", f"-arch=compute_{arch}", f"-I{CSRC}", f"-I{HERE}",
                               *unit.flags, unit.path, "-o", target])  # fmt: skip
             return target
 
@@ -290,9 +295,14 @@ class Builder:
         kernels = Unit(HERE / "sample_kernels.cu")
         checks = self.shim_object(Unit(HERE / "sample_checks.cpp"), mode, from_ptx=True)
         if arch is None:
-            return [checks, self.shim_object(kernels, mode)]
+            return [checks, self.shim_object(kernels, mode), self.runtime_object()]
         runtime = self.shim_object(Unit(HERE / "ptx_runtime.cpp"), mode)
-        return [checks, runtime, *self.translated_objects(self.ptx(kernels, arch).result().read_text(), "samples")]
+        return [
+            checks,
+            runtime,
+            self.runtime_object(),
+            *self.translated_objects(self.ptx(kernels, arch).result().read_text(), "samples"),
+        ]
 
     def sample_program(self, mode: str, arch: int | None = None) -> Path:
         return self.link(f"samples-{arch or 'source'}-{mode}", self.sample_objects(mode, arch), mode)

@@ -344,6 +344,11 @@ size_t allocated(int device) {
 
 bool in_device_memory(uintptr_t address) { return address - kArena < kArenaBytes; }
 
+void overwrite(void* memory, size_t bytes) {
+  check_range(memory, bytes, true);
+  std::memset(memory, 0x5A, bytes);
+}
+
 bool at_work() { return running != nullptr; }
 
 void check_access(uintptr_t address, size_t bytes) {

@@ -82,6 +82,7 @@ void release(void* memory);
 size_t allocated(int device);
 // Somebody reads or writes memory of a device: stops the program unless it is work that may.
 bool in_device_memory(uintptr_t address);
+void overwrite(void* memory, size_t bytes);
 bool at_work();  // whether this thread does the work of a stream just now
 void check_access(uintptr_t address, size_t bytes);
 

@@ -20,7 +20,7 @@ cudaError_t run(const char* what, void* temporary, size_t& bytes, size_t needed,
   }
   if (bytes < needed) return cudaErrorInvalidValue;
   return fake_cuda::enqueue(what, fake_cuda::current_device(), stream, [=] {
-    for (size_t i = 0; i < needed; ++i) static_cast<volatile unsigned char*>(temporary)[i] = 0x5A;
+    fake_cuda::overwrite(temporary, needed);
     work();
   });
 }
