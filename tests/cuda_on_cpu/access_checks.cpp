@@ -26,6 +26,7 @@ void check(uintptr_t address, size_t bytes) {
   if (fake_cuda::in_device_memory(address)) fake_cuda::check_access(address, bytes);
   else if (in_kernel && !own(address)) fake_cuda::fail("a kernel accesses memory of the host");
   checking = false;
+  if (in_kernel && fake_cuda::in_device_memory(address)) cuda_on_cpu::let_others_run();
 }
 
 }  // namespace

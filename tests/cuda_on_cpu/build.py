@@ -238,6 +238,12 @@ class Builder:
         objects = units or [self.host_unit(unit) for unit in self.host_units()]
         return self.link(name, [*objects, *self.host_check_objects()], "plain", partial=True)
 
+    def contention_program(self, csrc: Path = CSRC, name: str = "contention") -> Path:
+        """Threads that take turns at every access to memory."""
+        objects = [self.shim_object(Unit(HERE / "contention_checks.cpp"), "watched", csrc),
+                   self.shim_object(Unit(HERE / "access_checks.cpp"), "plain"), self.runtime_object()]  # fmt: skip
+        return self.link(name, objects, "plain", partial=True)
+
     # -- kernels from PTX
 
     def ptx(self, unit: Unit, arch: int) -> futures.Future[Path]:

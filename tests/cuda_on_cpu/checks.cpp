@@ -147,11 +147,15 @@ void Device::wait() const {
 
 bool Device::recorded(int64_t place, int64_t index, int64_t rows) const {
   const posenc::cuda::OutOfRange& error = record[0];
-  return found[0] == 1 && error.locked == 0 && error.found == 1 && error.call == launch.errors.call &&
-         error.place == place && error.index == index && error.rows == rows;
+  const uint64_t key = launch.errors.call << posenc::cuda::kPlaceBits | static_cast<uint64_t>(place);
+  return found[0] == 1 && error.locked == 0 && error.first == key && error.key == key && error.index == index &&
+         error.rows == rows;
 }
 
-bool Device::recorded_nothing() const { return found[0] == 0 && record[0].found == 0 && record[0].locked == 0; }
+bool Device::recorded_nothing() const {
+  const posenc::cuda::OutOfRange& error = record[0];
+  return found[0] == 0 && error.first == posenc::cuda::kNoKey && error.key == posenc::cuda::kNoKey && error.locked == 0;
+}
 
 }  // namespace checks
 

@@ -131,19 +131,23 @@ constexpr size_t kSharedLimit = size_t{48} << 10;  // static shared memory of a 
 constexpr unsigned kRememberedAtomics = 8;
 constexpr unsigned kSpinLimit = 1u << 20;
 
-enum class State : uint8_t { ready, at_barrier, ended };
+enum class State : uint8_t { ready, at_barrier, at_active_mask, at_shuffle, ended };
+constexpr unsigned kWarp = 32;
 
 struct Thread {
   Fiber fiber;
   uint3 index = {};
   unsigned rank = 0;  // in the block
   State state = State::ready;
-  int line = 0;  // of the barrier it waits at
+  int line = 0;  // where it waits
   unsigned barriers = 0;
   bool fenced = false;
   void* atomics[kRememberedAtomics];  // addresses of its last atomics
   unsigned atomic_count = 0;
   unsigned failed_swaps = 0;
+  unsigned mask = 0;  // of the threads it goes on with
+  unsigned lane = 0;  // whose word it wants
+  uint64_t word = 0;
 };
 
 struct SharedArray {
@@ -158,6 +162,7 @@ struct Block {
   size_t shared_bytes = 0;
   // Two of each in turn: a thread that is let go first may be at the next barrier before the last one has left this.
   char barrier_tags[2];
+  char fence_tags[kMaxBlockThreads];
 };
 
 struct Launch {
@@ -226,21 +231,67 @@ CUDA_ON_CPU_UNSEEN inline void barrier(int line) {
   acquire(tag);
 }
 
+CUDA_ON_CPU_UNSEEN inline uint64_t seed() {
+  static const char* const given = std::getenv("CUDA_ON_CPU_SEED");
+  static const uint64_t value = given ? std::strtoull(given, nullptr, 10) : 0;
+  return value;
+}
+CUDA_ON_CPU_UNSEEN inline std::mt19937_64& random_source() {
+  static std::mt19937_64 source(seed());
+  return source;
+}
+
+// Where the environment asks for another order, threads take turns at atomics.
+CUDA_ON_CPU_UNSEEN inline void let_others_run() {
+  if (seed() != 0 && random_source()() % 2 == 0) wait(State::ready, 0);
+}
+
 // A fence orders by way of atomics: what came before the fence of one thread and its next atomic, before what follows
 // a fence that another thread runs after its atomic on the same address.
 CUDA_ON_CPU_UNSEEN inline void fence() {
   Thread& thread = *current;
   thread.fenced = true;
+  release(&block_memory->fence_tags[thread.rank]);
   for (unsigned i = 0; i < std::min(thread.atomic_count, kRememberedAtomics); ++i) acquire(thread.atomics[i]);
+}
+
+// What came after the last fence stays unordered, so a thread that knows nothing else hands the rest on.
+CUDA_ON_CPU_UNSEEN inline void release_what_was_fenced([[maybe_unused]] void* address) {
+#if defined(__SANITIZE_THREAD__)
+  void* const me = __tsan_get_current_fiber();
+  void* const helper = __tsan_create_fiber(0);
+  __tsan_switch_to_fiber(helper, __tsan_switch_to_fiber_no_sync);
+  acquire(&block_memory->fence_tags[current->rank]);
+  release(address);
+  __tsan_switch_to_fiber(me, __tsan_switch_to_fiber_no_sync);
+  __tsan_destroy_fiber(helper);
+#endif
 }
 
 CUDA_ON_CPU_UNSEEN inline void before_atomic(void* address, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(address) % bytes != 0) fail("misaligned atomic");
-  if (current->fenced) release(address);
+  let_others_run();
+  if (current->fenced) release_what_was_fenced(address);
 }
 
 CUDA_ON_CPU_UNSEEN inline void after_atomic(void* address) {
   current->atomics[current->atomic_count++ % kRememberedAtomics] = address;
+}
+
+// The threads of a warp that have come to this line, or some of them.
+CUDA_ON_CPU_UNSEEN inline unsigned active_mask(int line) {
+  wait(State::at_active_mask, line);
+  return current->mask;
+}
+
+CUDA_ON_CPU_UNSEEN inline uint64_t shuffle(unsigned mask, uint64_t word, unsigned lane, int line) {
+  if (!(mask >> (current->rank % kWarp) & 1)) fail("a thread shuffles with others, itself not among them", line);
+  if (lane >= kWarp || !(mask >> lane & 1)) fail("a thread asks for the word of one that does not shuffle", line);
+  current->mask = mask;
+  current->word = word;
+  current->lane = lane;
+  wait(State::at_shuffle, line);
+  return current->word;
 }
 
 // Nobody else runs while a thread spins, so it would spin for ever.
@@ -317,12 +368,49 @@ CUDA_ON_CPU_UNSEEN inline bool open_barrier(unsigned threads) {
   return true;
 }
 
-// Shuffles where the environment asks for it.
+// Mixes where the environment asks for it.
 template <class T>
 CUDA_ON_CPU_UNSEEN void choose_order(std::vector<T>& order) {
-  static const char* const seed = std::getenv("CUDA_ON_CPU_SEED");
-  static std::mt19937_64 random(seed ? std::strtoull(seed, nullptr, 10) : 0);
-  if (seed && std::strtoull(seed, nullptr, 10) != 0) std::shuffle(order.begin(), order.end(), random);
+  if (seed() != 0) std::shuffle(order.begin(), order.end(), random_source());
+}
+
+// Of each warp, the threads that wait at one line go on together; where another order is asked for, perhaps not all.
+CUDA_ON_CPU_UNSEEN inline bool open_active_masks(unsigned threads) {
+  bool moved = false;
+  for (unsigned i = 0; i < threads; ++i) {
+    if (pool[i].state != State::at_active_mask) continue;
+    const unsigned first = i / kWarp * kWarp, last = std::min(first + kWarp, threads);
+    unsigned mask = 0;
+    for (unsigned k = i; k < last; ++k) {
+      const bool waits = pool[k].state == State::at_active_mask && pool[k].line == pool[i].line;
+      if (waits && (k == i || seed() == 0 || random_source()() % 4 != 0)) mask |= 1u << (k - first);
+    }
+    for (unsigned k = first; k < last; ++k)
+      if (mask >> (k - first) & 1) pool[k].mask = mask, pool[k].state = State::ready;
+    moved = true;
+  }
+  return moved;
+}
+
+// All that a mask names must have come.
+CUDA_ON_CPU_UNSEEN inline bool open_shuffles(unsigned threads) {
+  bool moved = false;
+  for (unsigned i = 0; i < threads; ++i) {
+    if (pool[i].state != State::at_shuffle) continue;
+    Thread* const warp = pool + i / kWarp * kWarp;
+    const unsigned mask = pool[i].mask, count = std::min<unsigned>(kWarp, threads - i / kWarp * kWarp);
+    bool complete = mask >> (count - 1) >> 1 == 0;
+    for (unsigned lane = 0; lane < count; ++lane)
+      if (mask >> lane & 1)
+        complete &= warp[lane].state == State::at_shuffle && warp[lane].mask == mask && warp[lane].line == pool[i].line;
+    if (!complete) continue;
+    uint64_t words[kWarp];
+    for (unsigned lane = 0; lane < count; ++lane) words[lane] = warp[lane].word;
+    for (unsigned lane = 0; lane < count; ++lane)
+      if (mask >> lane & 1) warp[lane].word = words[warp[lane].lane], warp[lane].state = State::ready;
+    moved = true;
+  }
+  return moved;
 }
 
 CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
@@ -343,7 +431,8 @@ CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
       moved = true;
     }
     if (std::all_of(pool, pool + threads, [](const Thread& thread) { return thread.state == State::ended; })) break;
-    moved |= open_barrier(threads);
+    if (!moved) moved = open_active_masks(threads) || open_shuffles(threads);
+    if (!moved) moved = open_barrier(threads);
     if (!moved) fail("deadlock: no thread can go on");
   }
   const ForgetHistory forget;
@@ -463,6 +552,13 @@ void tell_of_volatile_store(void* address) {
 }
 
 template <class T>
+T shuffle_value(unsigned mask, T value, int lane, int line) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "what is shuffled has 4 or 8 bytes");
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+  return reinterpret<T>(static_cast<Bits>(shuffle(mask, reinterpret<Bits>(value), static_cast<unsigned>(lane), line)));
+}
+
+template <class T>
 using Same = std::type_identity_t<T>;  // takes part in no deduction
 
 }  // namespace cuda_on_cpu
@@ -490,6 +586,9 @@ CUDA_ON_CPU_CALLED void __tsan_volatile_write8(void* address) {
 
 // Macros, for the line: threads that wait together must wait at the same place.
 #define __syncthreads() cuda_on_cpu::barrier(__LINE__)
+
+#define __activemask() cuda_on_cpu::active_mask(__LINE__)
+#define __shfl_sync(mask, value, lane) cuda_on_cpu::shuffle_value(mask, value, lane, __LINE__)
 
 inline void __threadfence() { cuda_on_cpu::fence(); }
 inline void __threadfence_block() { cuda_on_cpu::fence(); }
@@ -535,4 +634,5 @@ inline int __float_as_int(float value) { return cuda_on_cpu::reinterpret<int>(va
 inline double __longlong_as_double(long long bits) { return cuda_on_cpu::reinterpret<double>(bits); }
 inline long long __double_as_longlong(double value) { return cuda_on_cpu::reinterpret<long long>(value); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }

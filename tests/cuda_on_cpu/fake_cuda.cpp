@@ -88,15 +88,14 @@ cudaError_t result(cudaError_t error) {
   return error;
 }
 
-// It changes a variable of the thread.
+// It changes a variable of the thread, and does not count as a call.
 constexpr const char* kCannotFail = "cudaThreadExchangeStreamCaptureMode";
 
 // Every call begins here.
 cudaError_t enter(const char* name) {
-  call_names.emplace_back(name);
-  if (name == kCannotFail) return cudaSuccess;
+  if (name != kCannotFail) call_names.emplace_back(name);
   if (machine.driver_version < CUDART_VERSION / 1000 * 1000) return result(cudaErrorInsufficientDriver);
-  if (calls_before_failure < 0 || calls_before_failure-- > 0) return cudaSuccess;
+  if (name == kCannotFail || calls_before_failure < 0 || calls_before_failure-- > 0) return cudaSuccess;
   if (fails_for_ever) calls_before_failure = 0;
   failed = name;
   return result(failure);

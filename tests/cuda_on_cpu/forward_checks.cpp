@@ -578,12 +578,12 @@ void check_bounds(const Options& options) {
         cuda::OutOfRange taken;
         cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, device.launch.stream);
         device.wait();
-        expect(
-            first == count ? taken.found == 0u : taken.found == 1u && taken.place == first && taken.index == ids[first],
-            "taking what a search among " + std::to_string(count) + " ids found");
+        const uint64_t key = device.launch.errors.call << cuda::kPlaceBits | static_cast<uint64_t>(first);
+        expect(first == count ? taken.key == cuda::kNoKey : taken.key == key && taken.index == ids[first],
+               "taking what a search among " + std::to_string(count) + " ids found");
         cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, device.launch.stream);
         device.wait();
-        expect(taken.found == 0u && device.recorded_nothing(), "taking it again");
+        expect(taken.key == cuda::kNoKey && device.recorded_nothing(), "taking it again");
       }
     }
 }
