@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from posenc_ext import _C
+from posenc_ext import _C, functional
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,12 @@ def force_isa():
     before = _C.active_isa()
     yield _C.force_isa
     _C.force_isa(before)
+
+
+@pytest.fixture
+def torchs_dropout(monkeypatch):
+    """Dropout after the pass, by torch, so that layers drop what the textbook's modules drop."""
+    monkeypatch.setattr(functional, "_drops_apart", lambda *_: True)
 
 
 @pytest.fixture
