@@ -27,9 +27,12 @@ struct Token {
   bool in_range = true;
   // Nothing is read: every element of the output is `scale`.
   bool constant = false;
+  // Whether it has a base term, and whether an encoding is added: see AtPadding.
+  bool embedded = true, encoded = true;
 };
 
-template <Source source, class acc_t>
+// Only if `general` it knows of padding.
+template <Source source, class acc_t, bool general = false>
 POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t) {
   Token<acc_t> token;
   token.out = params.out_strides.at(b, t);
@@ -47,6 +50,12 @@ POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t 
     token.base = here ? static_cast<int64_t>(id - first) * params.row_stride : 0;
     // x + -0 is x, also where x is -0.
     token.scale = static_cast<acc_t>(here ? params.token_scale : token.constant ? -0.0 : NAN);
+    if (general && here && id == static_cast<uint64_t>(params.padding_idx)) {
+      token.encoded = params.at_padding != AtPadding::no_encoding;
+      token.embedded = params.at_padding != AtPadding::no_embedding;
+      const bool nothing = !token.embedded && !params.encoding.columns.encoded;
+      if (params.at_padding == AtPadding::zeros || nothing) token.constant = true, token.scale = 0;
+    }
   }
   return token;
 }
