@@ -40,3 +40,13 @@ def device():
 
     yield DEVICE
     settle()
+
+
+@pytest.fixture(scope="session")
+def cuda_builder(tmp_path_factory):
+    """What is compiled of the CUDA half for the CPU, once for all its tests."""
+    from cuda_on_cpu import build
+
+    builder = build.Builder(tmp_path_factory.mktemp("cuda_on_cpu"))
+    yield builder
+    builder.close()

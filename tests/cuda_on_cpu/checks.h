@@ -75,13 +75,15 @@ class IntegerTensor {
 
 int32_t run_serially(int64_t begin, int64_t end, int64_t grain, posenc::ParallelBody body, void* context);
 
-// A launch with its own record of out-of-range ids.
+// A launch with its own record of out-of-range ids, on a stream that waits for no other.
 struct Device {
   Buffer<posenc::cuda::OutOfRange> record{1};
   Buffer<uint32_t> found{1};
   posenc::cuda::Launch launch;
 
   explicit Device(int64_t resident_threads, uint64_t call = 1);
+  // Nothing has run before, and nothing may be queued on another stream.
+  void wait() const;
   // Whether exactly this was recorded.
   bool recorded(int64_t place, int64_t index, int64_t rows) const;
   bool recorded_nothing() const;
