@@ -22,8 +22,8 @@ int64_t blocks_of_tokens(void (*kernel)(Parameters...), const GradientTokens& to
 void sort_tokens(const GradientTokens& tokens, const GradientScratch& scratch, const Launch& launch) {
   POSENC_LAUNCH(mark_keys, blocks_of_tokens(mark_keys, tokens, launch), kBackwardThreads, launch.stream, tokens,
                 scratch, launch.errors);
-  sort_pairs(scratch.temporary, scratch.temporary_bytes, scratch.keys, scratch.sorted_keys, scratch.tokens,
-             scratch.order, tokens.count, bits_of(tokens.rows), launch.stream);
+  sort_pairs(scratch.sort, scratch.temporary, scratch.temporary_bytes, scratch.keys, scratch.sorted_keys,
+             scratch.tokens, scratch.order, launch.stream);
 }
 
 template <class T>
@@ -59,11 +59,11 @@ void find_and_sum(const BackwardParams& params, const GradientTokens& tokens, co
 }  // namespace
 
 GradientScratch::GradientScratch(const GradientTokens& call, const BackwardParams& params, bool sparse)
-    : temporary_bytes(sort_bytes(call.count, bits_of(call.rows))),
-      token_count_(call.count),
+    : sort{call.count, bits_of(call.rows)},
       segment_count_(sparse ? call.count : call.rows),
       partial_bytes_((call.count / kSumChunk + 1) * params.width * (params.dtype == Dtype::float64 ? 8 : 4)),
       sparse_(sparse) {
+  temporary_bytes = sort_bytes(sort);
   place(nullptr);
 }
 
@@ -75,10 +75,10 @@ void GradientScratch::place(void* memory) {
     part = size == 0 ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(part)>>(address);
     bytes += divide_up(size, kAlignment) * kAlignment;
   };
-  for (uint32_t** part : {&keys, &sorted_keys}) take(*part, 4 * token_count_);
-  for (int32_t** part : {&tokens, &order}) take(*part, 4 * token_count_);
+  for (uint32_t** part : {&keys, &sorted_keys}) take(*part, 4 * sort.count);
+  for (int32_t** part : {&tokens, &order}) take(*part, 4 * sort.count);
   for (int32_t** part : {&begin, &end}) take(*part, 4 * segment_count_);
-  take(segment_counts, sparse_ ? 4 * token_count_ : 0);
+  take(segment_counts, sparse_ ? 4 * sort.count : 0);
   take(partials, partial_bytes_);
   take(temporary, static_cast<int64_t>(temporary_bytes));
 }
@@ -98,7 +98,7 @@ void number_segments(const GradientTokens& tokens, const GradientScratch& scratc
   sort_tokens(tokens, scratch, launch);
   POSENC_LAUNCH(mark_heads, blocks_of_tokens(mark_heads, tokens, launch), kBackwardThreads, launch.stream, tokens,
                 scratch);
-  running_sum(scratch.temporary, scratch.temporary_bytes, scratch.segment_counts, tokens.count, launch.stream);
+  running_sum(scratch.sort, scratch.temporary, scratch.temporary_bytes, scratch.segment_counts, launch.stream);
 }
 
 void backward_of_segments(const GradientTokens& tokens, const BackwardParams& params, const GradientScratch& scratch,

@@ -241,7 +241,9 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
 #pragma unroll
       for (int i = 0; i < heads; ++i)
         if (keys[i + 1] < tokens.rows && is_single(i))
-          columns.store(segment_of(scratch, first + i), columns.sum_of(gradients[i]), token_scale);
+          columns.store(
+              scratch.segment_counts == nullptr ? static_cast<int64_t>(keys[i + 1]) : segment_of(scratch, first + i),
+              columns.sum_of(gradients[i]), token_scale);
 #pragma unroll 1
       for (int i = 0; longer >> i != 0; ++i) {
         if ((longer >> i & 1u) == 0) continue;

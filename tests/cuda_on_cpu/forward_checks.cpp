@@ -218,6 +218,7 @@ void check_case(const ForwardCase& what) {
   params.out = got.at(what.out_shift);
   const Device device(what.resident_threads);
   cuda::forward(params, device.launch);
+  device.wait();
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ": element " + std::to_string(at) + " differs");
   expect(device.recorded_nothing(), what.text() + ": an error was recorded");
@@ -550,6 +551,7 @@ void check_out_of_range_at(const ForwardCase& what, const std::vector<int64_t>& 
   params.out = got.at(what.out_shift);
   Device device(what.resident_threads, 5);
   cuda::forward(params, device.launch);
+  device.wait();
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", ids out of range: element " + std::to_string(at) + " differs");
   expect(device.recorded(first, ids[first], what.rows), what.text() + ": not the first out-of-range id was recorded");
@@ -562,10 +564,12 @@ void check_out_of_range_at(const ForwardCase& what, const std::vector<int64_t>& 
   // A later call leaves the record alone, an earlier one takes it.
   device.launch.errors.call = 6;
   cuda::forward(params, device.launch);
+  device.wait();
   device.launch.errors.call = 5;
   expect(device.recorded(first, ids[first], what.rows), what.text() + ": a later call took the record");
   device.launch.errors.call = 4;
   cuda::forward(params, device.launch);
+  device.wait();
   expect(device.recorded(first, ids[first], what.rows), what.text() + ": an earlier call left the record");
 }
 
@@ -634,16 +638,19 @@ void check_bounds(const Options& options) {
         const IntegerTensor tensor(ids, is_int64);
         const Device device(count % 2 == 0 ? 1 : 4096, 3);
         cuda::check_bounds(tensor.view(), count, 40, device.launch);
+        device.wait();
         expect(first == count ? device.recorded_nothing() : device.recorded(first, ids[first], 40),
                "search among " + std::to_string(count) + " ids");
         // What the host then takes is what was found, once.
         cuda::OutOfRange taken;
-        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, nullptr);
-        expect(
-            first == count ? taken.found == 0u : taken.found == 1u && taken.place == first && taken.index == ids[first],
-            "taking what a search among " + std::to_string(count) + " ids found");
-        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, nullptr);
-        expect(taken.found == 0u && device.recorded_nothing(), "taking it again");
+        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, device.launch.stream);
+        device.wait();
+        const uint64_t key = device.launch.errors.call << cuda::kPlaceBits | static_cast<uint64_t>(first);
+        expect(first == count ? taken.key == cuda::kNoKey : taken.key == key && taken.index == ids[first],
+               "taking what a search among " + std::to_string(count) + " ids found");
+        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, device.launch.stream);
+        device.wait();
+        expect(taken.key == cuda::kNoKey && device.recorded_nothing(), "taking it again");
       }
     }
 }
@@ -708,6 +715,7 @@ void check_far_case(Dtype dtype, Source source, int64_t width, int64_t row_bytes
   madvise(out.data(), apart * size * 3, MADV_DONTNEED);
   const Device device(1024);
   cuda::forward(params, device.launch);
+  device.wait();
   copy_rows(out.data(), places, got, width, size, false);
   expect(expected.first_difference(got) < 0, std::string(name_of(dtype)) + " width " + std::to_string(width) +
                                                  ", rows " + std::to_string(row_bytes) +
