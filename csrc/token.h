@@ -31,9 +31,13 @@ struct Token {
   bool embedded = true, encoded = true;
 };
 
-// Only if `general` it knows of padding.
+POSENC_HD int64_t id_of(const ForwardParams& params, int64_t b, int64_t t) {
+  return params.ids[params.tokens.order.at(b, t)];
+}
+
+// `number` is the id of a gathered token. Only if `general` it knows of padding.
 template <Source source, class acc_t, bool general = false>
-POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t) {
+POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t, int64_t number) {
   Token<acc_t> token;
   token.out = params.out_strides.at(b, t);
   token.position = position_of(params, b, t);
@@ -42,7 +46,7 @@ POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t 
     token.scale = static_cast<acc_t>(params.token_scale);
   }
   if constexpr (source == Source::gathered) {
-    const uint64_t id = static_cast<uint64_t>(params.ids[params.tokens.order.at(b, t)]);
+    const uint64_t id = static_cast<uint64_t>(number);
     const uint64_t first = static_cast<uint64_t>(params.first_row), end = static_cast<uint64_t>(params.end_row);
     token.in_range = id < static_cast<uint64_t>(params.rows);
     token.constant = token.in_range && id - first >= end - first;
@@ -58,6 +62,11 @@ POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t 
     }
   }
   return token;
+}
+
+template <Source source, class acc_t, bool general = false>
+POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t) {
+  return token_of<source, acc_t, general>(params, b, t, source == Source::gathered ? id_of(params, b, t) : 0);
 }
 
 }  // namespace POSENC_ISA

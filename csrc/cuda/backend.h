@@ -40,11 +40,25 @@ struct ErrorSink {
   uint64_t call = 0;          // its number, counted on the host
 };
 
+// How many blocks of a kernel a device can hold at a time. It shapes a launch, never a value.
+class Occupancy {
+ public:
+  virtual int64_t resident_blocks(const void* kernel, int threads) = 0;
+
+ protected:
+  ~Occupancy() = default;
+};
+
 // Where a launcher runs.
 struct Launch {
-  void* stream = nullptr;        // a cudaStream_t
-  int64_t resident_threads = 0;  // that the device can hold at a time; shapes a launch, never a value
+  void* stream = nullptr;  // a cudaStream_t
+  Occupancy* occupancy = nullptr;
   ErrorSink errors;
+
+  template <class... Arguments>
+  int64_t resident_blocks(void (*kernel)(Arguments...), int threads) const {
+    return occupancy->resident_blocks(reinterpret_cast<const void*>(kernel), threads);
+  }
 };
 
 // One call of an op: from before its first launch to after its last.
@@ -104,7 +118,7 @@ constexpr int64_t kMostGradientRows = (int64_t{1} << 32) - 2;
 struct GradientScratch {
   uint32_t *keys = nullptr, *sorted_keys = nullptr;
   int32_t *tokens = nullptr, *order = nullptr;
-  int32_t *begin = nullptr, *end = nullptr;  // begin lies before end: both are cleared at once
+  int32_t *begin = nullptr, *end = nullptr;  // of segments that have tokens; others are neither written nor read
   int32_t* segment_counts = nullptr;         // sparse: segments that begin at or before each sorted token
   void* partials = nullptr;
   void* temporary = nullptr;  // of the sort and the scan

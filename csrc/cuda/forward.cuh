@@ -11,6 +11,7 @@
 #include "../token.h"
 #include "element.cuh"
 #include "forward.h"
+#include "launch_config.h"
 #include "out_of_range.cuh"
 
 namespace posenc::cuda {
@@ -20,12 +21,15 @@ struct ForwardLaunch {
   ErrorSink errors;
 };
 
-constexpr int kForwardThreads = 256;
-// Two blocks of 256 threads on a multiprocessor leave each thread up to 128 registers.
+// Two blocks of kForwardThreads on a multiprocessor leave each thread up to 128 registers.
 constexpr int kForwardBlocks = 2;
 
 template <class T, Source source, Arrangement arrangement, Mode mode>
 __global__ void forward_vectors(const ForwardParams params, const ForwardLaunch launch);
+
+// The same tokens and columns, for Mode::shared alone, with several tokens in flight wherever they lie.
+template <class T, Source source, Arrangement arrangement, Inner inner>
+__global__ void forward_tokens(const ForwardParams params, const ForwardLaunch launch);
 
 template <class T, Source source>
 __global__ void forward_columns(const ForwardParams params, const ForwardLaunch launch);
@@ -183,6 +187,32 @@ struct VectorColumns {
     return values;
   }
 
+  __device__ __forceinline__ void load(const Token<acc_t>& token, Vector<T> (&base)[kVectors]) const {
+#pragma unroll
+    for (int v = 0; v < (source == Source::none ? 0 : kVectors); ++v)
+      base[v] = load_vector<source == Source::gathered>(static_cast<const T*>(params.base) + token.base + column[v]);
+  }
+
+  __device__ __forceinline__ void store(const Token<acc_t>& token, const Vector<T> (&base)[kVectors],
+                                        const Values& encoding) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      acc_t values[kVector<T>];
+#pragma unroll
+      for (int c = 0; c < kVector<T>; ++c)
+        values[c] = epilogue<source, kEncoded>(to_acc(base[v].element[c]), encoding.of[v][c], token);
+      store_vector(static_cast<T*>(params.out) + token.out + column[v], values);
+    }
+  }
+
+  __device__ __forceinline__ void store_constant(const Token<acc_t>& token) const {
+    acc_t values[kVector<T>];
+#pragma unroll
+    for (int c = 0; c < kVector<T>; ++c) values[c] = token.scale;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) store_vector(static_cast<T*>(params.out) + token.out + column[v], values);
+  }
+
   // The rows first, first + step, ... of the batch. Returns whether one of them needs the fixup.
   template <int count>
   __device__ __forceinline__ bool write(int64_t first, int64_t step, int64_t t, const Values& shared) const {
@@ -195,35 +225,18 @@ struct VectorColumns {
       slow |= !tokens[i].in_range;
     }
 #pragma unroll
-    for (int i = 0; i < count; ++i)
-#pragma unroll
-      for (int v = 0; v < (source == Source::none ? 0 : kVectors); ++v)
-        base[i][v] =
-            load_vector<source == Source::gathered>(static_cast<const T*>(params.base) + tokens[i].base + column[v]);
+    for (int i = 0; i < count; ++i) load(tokens[i], base[i]);
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       if (source == Source::gathered && tokens[i].constant) {
-        acc_t values[kVector<T>];
-#pragma unroll
-        for (int c = 0; c < kVector<T>; ++c) values[c] = tokens[i].scale;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-          store_vector(static_cast<T*>(params.out) + tokens[i].out + column[v], values);
+        store_constant(tokens[i]);
         continue;
       }
       if (mode != Mode::shared && is_far(tokens[i].position)) {
         slow = true;
         continue;
       }
-      const Values encoding = mode == Mode::shared ? shared : encode(tokens[i].position);
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        acc_t values[kVector<T>];
-#pragma unroll
-        for (int c = 0; c < kVector<T>; ++c)
-          values[c] = epilogue<source, kEncoded>(to_acc(base[i][v].element[c]), encoding.of[v][c], tokens[i]);
-        store_vector(static_cast<T*>(params.out) + tokens[i].out + column[v], values);
-      }
+      store(tokens[i], base[i], mode == Mode::shared ? shared : encode(tokens[i].position));
     }
     return slow;
   }
@@ -269,6 +282,133 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
       }
       if (slow) columns.fixup(t, launch.errors);
     }
+  }
+}
+
+// ---- several tokens in flight
+
+// Tokens whose ids and rows a thread asks for before it uses the first. In halves a row is two vectors.
+template <Arrangement arrangement>
+constexpr int kTokensInFlight = arrangement == Arrangement::halves ? 2 : 4;
+
+// Where a thread is on its way over its tokens: along the inner axis to its end, then on along the outer one. The
+// launcher keeps both axes short enough for 32 bits.
+template <Inner axis>
+struct Walk {
+  static constexpr bool kAlongSeq = axis == Inner::seq;
+
+  const ForwardParams& params;
+  int inner, outer;
+
+  __device__ __forceinline__ explicit Walk(const ForwardParams& call)
+      : params(call), inner(first(kAlongSeq)), outer(first(!kAlongSeq)) {
+    if (outer >= length(!kAlongSeq)) inner = length(kAlongSeq);
+  }
+
+  __device__ __forceinline__ static int first(bool seq) {
+    return static_cast<int>(seq ? blockIdx.x * blockDim.y + threadIdx.y : blockIdx.z * blockDim.z + threadIdx.z);
+  }
+  __device__ __forceinline__ static int step(bool seq) {
+    return static_cast<int>(seq ? gridDim.x * blockDim.y : gridDim.z * blockDim.z);
+  }
+  __device__ __forceinline__ int length(bool seq) const {
+    return static_cast<int>(seq ? params.tokens.seq : params.tokens.batch);
+  }
+
+  // Of the token that is `ahead` steps of the inner axis further on.
+  __device__ __forceinline__ bool has(int ahead) const { return inner + ahead * step(kAlongSeq) < length(kAlongSeq); }
+  __device__ __forceinline__ int64_t t(int ahead) const { return kAlongSeq ? inner + ahead * step(kAlongSeq) : outer; }
+  __device__ __forceinline__ int64_t at(const TokenStrides& strides) const {
+    return strides.at(kAlongSeq ? outer : inner, kAlongSeq ? inner : outer);
+  }
+  __device__ __forceinline__ int64_t step_of(const TokenStrides& strides) const {
+    return step(kAlongSeq) * (kAlongSeq ? strides.seq : strides.batch);
+  }
+
+  // Past the last token it has none.
+  __device__ __forceinline__ void advance(int count) {
+    inner += count * step(kAlongSeq);
+    if (inner < length(kAlongSeq)) return;
+    outer += step(!kAlongSeq);
+    if (outer < length(!kAlongSeq)) inner = first(kAlongSeq);
+  }
+};
+
+// An id as it lies in memory. Its sign is left for later, so that nothing waits for an int32.
+__device__ __forceinline__ int64_t load_id(const Integers& ids, int64_t number) {
+  return ids.is_int64 ? static_cast<const int64_t*>(ids.data)[number]
+                      : static_cast<int64_t>(static_cast<const uint32_t*>(ids.data)[number]);
+}
+
+// Stands for a token.constant among scales.
+constexpr uint32_t kConstantScale = 0x7FC0C057u;
+
+// The rows of `count` tokens are asked for before the first encoding is made, and the ids of the next ones before the
+// first store. Of tokens that are not there, the first id and row 0 are read, and nothing is written.
+template <class T, Source source, Arrangement arrangement, Inner inner>
+__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
+    forward_tokens(const ForwardParams params, const ForwardLaunch launch) {
+  using Thread = VectorColumns<T, source, arrangement, Mode::shared>;
+  constexpr int count = kTokensInFlight<arrangement>;
+  for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
+       unit += int64_t{gridDim.y} * blockDim.x) {
+    Walk<inner> next(params);
+    if (!next.has(0)) return;
+    int64_t ids[count] = {};
+    const auto ask_for_ids = [&] {
+      if (source != Source::gathered) return;
+      int64_t number = next.at(params.tokens.order);
+#pragma unroll
+      for (int i = 0; i < count; ++i, number += next.step_of(params.tokens.order))
+        ids[i] = load_id(params.ids, next.has(i) ? number : 0);
+    };
+    ask_for_ids();
+    const Thread columns(params, unit);
+    typename Thread::Values encoding;
+    int64_t made_for = -1;
+    bool far = false, slow = false;
+    do {
+      const Walk<inner> walk = next;
+      float scales[count];
+      Vector<T> base[count][Thread::kVectors] = {};
+      int64_t place = walk.at(params.base_strides);
+#pragma unroll
+      for (int i = 0; i < count; ++i, place += walk.step_of(params.base_strides)) {
+        const int64_t id = params.ids.is_int64 ? ids[i] : static_cast<int32_t>(ids[i]);
+        auto token = token_of<source, float>(params, 0, 0, id);
+        if (source == Source::dense) token.base = walk.has(i) ? place : 0;
+        slow |= !token.in_range;
+        scales[i] = source == Source::gathered && token.constant ? __uint_as_float(kConstantScale) : token.scale;
+        columns.load(token, base[i]);
+      }
+      next.advance(count);
+      ask_for_ids();
+      Token<float> token;
+      token.out = walk.at(params.out_strides);
+#pragma unroll
+      for (int i = 0; i < count; ++i, token.out += walk.step_of(params.out_strides)) {
+        if (!walk.has(i)) break;
+        if (Thread::kEncoded && (i == 0 || inner == Inner::seq) && walk.t(i) != made_for) {
+          made_for = walk.t(i);
+          const int64_t position = position_of(params, 0, made_for);
+          encoding = columns.encode(position);
+          far = columns.is_far(position);
+          slow |= far;
+        }
+        token.scale = scales[i];
+        if (source == Source::gathered && __float_as_uint(scales[i]) == kConstantScale) {
+          token.scale = -0.0f;
+          columns.store_constant(token);
+        } else if (!far) {
+          columns.store(token, base[i], encoding);
+        }
+      }
+    } while (next.has(0));
+    if (!slow) continue;
+#pragma unroll 1
+    for (int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; t < params.tokens.seq;
+         t += int64_t{gridDim.x} * blockDim.y)
+      columns.fixup(t, launch.errors);
   }
 }
 

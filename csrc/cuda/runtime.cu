@@ -154,12 +154,20 @@ OutOfRange ErrorRecord::take() {
 
 Device::Device(int device) : index(device) {
   const OutsideCapture outside;
-  int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index), "reading the device's size");
-  resident_threads = int64_t{processors} * 1024;  // at 64 registers a thread
+  check(cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, index), "reading the device's size");
   check(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "creating a stream");
   errors = std::make_unique<ErrorRecord>(copies_);
   checks = std::make_unique<ErrorRecord>(copies_);
+}
+
+int64_t Device::resident_blocks(const void* kernel, int threads) {
+  const std::lock_guard<std::mutex> lock(occupancy_mutex_);
+  const auto found = resident_blocks_.find(kernel);
+  if (found != resident_blocks_.end()) return found->second;
+  const OutsideCapture outside;  // the kernel may be loaded only now
+  int blocks = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0), "asking how many blocks fit");
+  return resident_blocks_[kernel] = int64_t{blocks} * processors_;
 }
 
 std::optional<Frequencies> Device::frequencies(const FrequencyTable& table, const std::function<bool()>& capturing) {
@@ -200,7 +208,7 @@ Call::Call(Op op, int device, void* stream) : op_(op), device_(device) {
   }
   if (op == Op::check) alone_ = std::unique_lock<std::mutex>(state.checks_mutex);
   record_ = op == Op::check ? state.checks.get() : state.errors.get();
-  launch_.resident_threads = state.resident_threads;
+  launch_.occupancy = &state;
   launch_.errors = record_->sink(next_call(op));
 }
 

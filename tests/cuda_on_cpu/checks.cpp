@@ -127,7 +127,7 @@ int32_t run_serially(int64_t begin, int64_t end, int64_t, posenc::ParallelBody b
   return 0;
 }
 
-Device::Device(int64_t resident_threads, uint64_t call) {
+Device::Device(int64_t resident, uint64_t call) : resident_threads(resident) {
   static const cudaStream_t stream = [] {
     cudaStream_t made = nullptr;
     cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking);
@@ -136,7 +136,7 @@ Device::Device(int64_t resident_threads, uint64_t call) {
   launch.stream = stream;
   record[0] = {};
   found[0] = 0;
-  launch.resident_threads = resident_threads;
+  launch.occupancy = this;
   launch.errors = {record.data(), found.data(), call};
 }
 

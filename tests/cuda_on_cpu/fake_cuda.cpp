@@ -406,6 +406,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   if (attribute != cudaDevAttrMultiProcessorCount) fail("an attribute of a device that is not modelled");
   return *value = machine.processors + device, cudaSuccess;
 }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* kernel, int threads, size_t shared) {
+  FAKE_CUDA_CALL("cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  if (kernel == nullptr || threads <= 0 || shared != 0) return result(cudaErrorInvalidValue);
+  here();
+  return *blocks = machine.threads / threads, cudaSuccess;
+}
 cudaError_t cudaDeviceSynchronize() {
   FAKE_CUDA_CALL("cudaDeviceSynchronize");
   ++wait_count;

@@ -25,6 +25,7 @@ namespace fake_cuda {
 struct Machine {
   int devices = 2;
   int processors = 4;             // of device 0; each device has one more than the one before
+  int threads = 1024;             // of any kernel that a processor holds at a time
   int driver_version = 13000;     // older than the runtime: every call fails
   bool works_at_once = false;     // work is done as soon as it is queued
   bool knows_all_memory = false;  // work touches no memory but this runtime's: see allocate

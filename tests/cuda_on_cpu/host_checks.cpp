@@ -302,15 +302,25 @@ void check_launch_shapes() {
       const fake_cuda::LaunchRecord& launch = fake_cuda::launches()[i];
       counts.push_back(launch.threads());
       // At least one wave of it, and a few at most.
-      const int64_t resident = (machine.processors + device) * 2048;
-      expect(counts.back() >= resident / 4 && counts.back() <= 4 * resident,
+      const int64_t resident = (machine.processors + device) * machine.threads;
+      expect(counts.back() >= resident / 2 && counts.back() <= 4 * resident,
              launch.kernel + " has " + std::to_string(counts.back()) + " threads");
     }
     return counts;
   };
+  const auto asked = [] {
+    return std::count(fake_cuda::calls().begin(), fake_cuda::calls().end(),
+                      "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  };
   machine.processors = 4;
+  const int64_t before = asked();
   const auto small = threads(0);
+  const int64_t kernels = asked() - before;
+  expect(kernels > 0 && kernels <= static_cast<int64_t>(small.size()), "occupancy is asked for");
   const auto larger = threads(1);
+  expect(asked() - before == 2 * kernels, "each device is asked");
+  expect(threads(0) == small && threads(1) == larger && asked() - before == 2 * kernels,
+         "no kernel is asked for twice");
   expect(small.size() == larger.size() && small != larger, "the launch follows the size of the device");
 }
 
