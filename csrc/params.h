@@ -87,6 +87,12 @@ struct ForwardParams {
   int64_t padding_idx = -1;  // gathered; negative: none
   AtPadding at_padding = AtPadding::embed;
   Dropout dropout;
+
+  // Whether an element is more than scale * base + encoding.
+  bool general() const {
+    return dropout.seed != nullptr || at_padding != AtPadding::embed || encoding.scale != 1 ||
+           encoding.scale_on_device != nullptr;
+  }
 };
 
 // The tokens of a weight gradient. Tokens of padding_idx (negative: none) have no part in it.

@@ -22,7 +22,8 @@ struct Token {
   int64_t base = 0;  // offset of its base term from params.base
   int64_t out = 0;   // offset of its output from params.out
   int64_t position = 0;
-  acc_t scale = 1;  // of the base term
+  int64_t number = 0;  // in memory
+  acc_t scale = 1;     // of the base term
   // An id out of range reads row 0 with a scale of NaN. On the CPU ids are checked before; an empty table is refused.
   bool in_range = true;
   // Nothing is read: every element of the output is `scale`.
@@ -35,18 +36,19 @@ POSENC_HD int64_t id_of(const ForwardParams& params, int64_t b, int64_t t) {
   return params.ids[params.tokens.order.at(b, t)];
 }
 
-// `number` is the id of a gathered token. Only if `general` it knows of padding.
+// `given_id`: of a gathered token. Only if `general` it has its number and knows of padding.
 template <Source source, class acc_t, bool general = false>
-POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t, int64_t number) {
+POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t, int64_t given_id) {
   Token<acc_t> token;
   token.out = params.out_strides.at(b, t);
   token.position = position_of(params, b, t);
+  if constexpr (general) token.number = params.tokens.order.at(b, t);
   if constexpr (source == Source::dense) {
     token.base = params.base_strides.at(b, t);
     token.scale = static_cast<acc_t>(params.token_scale);
   }
   if constexpr (source == Source::gathered) {
-    const uint64_t id = static_cast<uint64_t>(number);
+    const uint64_t id = static_cast<uint64_t>(given_id);
     const uint64_t first = static_cast<uint64_t>(params.first_row), end = static_cast<uint64_t>(params.end_row);
     token.in_range = id < static_cast<uint64_t>(params.rows);
     token.constant = token.in_range && id - first >= end - first;

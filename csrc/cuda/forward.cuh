@@ -10,6 +10,7 @@
 #include "../sinusoid.h"
 #include "../token.h"
 #include "element.cuh"
+#include "elements.cuh"
 #include "forward.h"
 #include "launch_config.h"
 #include "out_of_range.cuh"
@@ -31,7 +32,11 @@ __global__ void forward_vectors(const ForwardParams params, const ForwardLaunch 
 template <class T, Source source, Arrangement arrangement, Inner inner>
 __global__ void forward_tokens(const ForwardParams params, const ForwardLaunch launch);
 
-template <class T, Source source>
+// Calls with dropout, padding or a scale of the encoding.
+template <class T, Source source, Arrangement arrangement>
+__global__ void forward_general(const ForwardParams params, const ForwardLaunch launch);
+
+template <class T, Source source, bool general>
 __global__ void forward_columns(const ForwardParams params, const ForwardLaunch launch);
 
 #if !defined(POSENC_KERNELS_FROM_PTX)
@@ -42,22 +47,23 @@ __device__ __forceinline__ int64_t batch_row_step() { return int64_t{gridDim.z} 
 
 // ---- one column at a time: every layout, every position
 
-template <class T, Source source, bool encoded>
-__device__ __forceinline__ void store_column(const ForwardParams& params, const Token<acc_of<T>>& token, int64_t column,
-                                             acc_of<T> encoding) {
+template <class T, Source source, bool encoded, class Elements>
+__device__ __forceinline__ void store_column(const ForwardParams& params, const Elements& elements,
+                                             const Token<acc_of<T>>& token, int64_t column, acc_of<T> encoding) {
   acc_of<T> base = 0;
   if constexpr (source != Source::none)
     base = to_acc(static_cast<const T*>(params.base)[token.base + column * params.column_stride]);
-  const acc_of<T> value = token.constant ? token.scale : epilogue<source, encoded>(base, encoding, token);
-  static_cast<T*>(params.out)[token.out + column] = from_acc<T>(value);
+  acc_of<T> value[1] = {elements.template sum<source, encoded>(token, base, encoding)};
+  elements.drop(token, column, value);
+  static_cast<T*>(params.out)[token.out + column] = from_acc<T>(token.constant ? token.scale : value[0]);
 }
 
-template <class T, Source source>
-__device__ __forceinline__ void store_pair(const ForwardParams& params, const Token<acc_of<T>>& token, int64_t k,
-                                           const SinCos<acc_of<T>>& pair) {
+template <class T, Source source, class Elements>
+__device__ __forceinline__ void store_pair(const ForwardParams& params, const Elements& elements,
+                                           const Token<acc_of<T>>& token, int64_t k, const SinCos<acc_of<T>>& pair) {
   const Columns& columns = params.encoding.columns;
-  if (k < columns.sines) store_column<T, source, true>(params, token, columns.sine_column(k), pair.sin);
-  if (k < columns.cosines) store_column<T, source, true>(params, token, columns.cosine_column(k), pair.cos);
+  if (k < columns.sines) store_column<T, source, true>(params, elements, token, columns.sine_column(k), pair.sin);
+  if (k < columns.cosines) store_column<T, source, true>(params, elements, token, columns.cosine_column(k), pair.cos);
 }
 
 __device__ __forceinline__ void record_id(const ForwardParams& params, int64_t b, int64_t t, const ErrorSink& errors) {
@@ -66,10 +72,11 @@ __device__ __forceinline__ void record_id(const ForwardParams& params, int64_t b
 }
 
 // A unit is a pair, the zero column after the pairs, or any column where there is no encoding.
-template <class T, Source source>
+template <class T, Source source, bool general>
 __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
     forward_columns(const ForwardParams params, const ForwardLaunch launch) {
   const Encoding& encoding = params.encoding;
+  const ElementsOf<acc_of<T>, general> elements(params);
   for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
        unit += int64_t{gridDim.y} * blockDim.x) {
     for (int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; t < params.tokens.seq;
@@ -77,16 +84,16 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
       SinCos<acc_of<T>> pair = {};
       bool made = false;
       for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
-        const auto token = token_of<source, acc_of<T>>(params, b, t);
+        const auto token = token_of<source, acc_of<T>, general>(params, b, t);
         if (!encoding.columns.encoded) {
-          store_column<T, source, false>(params, token, unit, 0);
+          store_column<T, source, false>(params, elements, token, unit, 0);
         } else if (unit == encoding.columns.pairs()) {
-          store_column<T, source, true>(params, token, encoding.columns.width - 1, 0);
+          store_column<T, source, true>(params, elements, token, encoding.columns.width - 1, 0);
         } else {
           if (!made || !params.positions.shared())
             pair = encoding_of_pair<acc_of<T>>(encoding.frequencies, encoding.precision, token.position, unit);
           made = true;
-          store_pair<T, source>(params, token, unit, pair);
+          store_pair<T, source>(params, elements, token, unit, {pair.sin * elements.scale, pair.cos * elements.scale});
         }
         if (source == Source::gathered && unit == 0 && !token.in_range) record_id(params, b, t, launch.errors);
       }
@@ -193,14 +200,16 @@ struct VectorColumns {
       base[v] = load_vector<source == Source::gathered>(static_cast<const T*>(params.base) + token.base + column[v]);
   }
 
-  __device__ __forceinline__ void store(const Token<acc_t>& token, const Vector<T> (&base)[kVectors],
-                                        const Values& encoding) const {
+  template <class Elements>
+  __device__ __forceinline__ void store(const Elements& elements, const Token<acc_t>& token,
+                                        const Vector<T> (&base)[kVectors], const Values& encoding) const {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       acc_t values[kVector<T>];
 #pragma unroll
       for (int c = 0; c < kVector<T>; ++c)
-        values[c] = epilogue<source, kEncoded>(to_acc(base[v].element[c]), encoding.of[v][c], token);
+        values[c] = elements.template sum<source, kEncoded>(token, to_acc(base[v].element[c]), encoding.of[v][c]);
+      elements.drop(token, column[v], values);
       store_vector(static_cast<T*>(params.out) + token.out + column[v], values);
     }
   }
@@ -236,22 +245,25 @@ struct VectorColumns {
         slow = true;
         continue;
       }
-      store(tokens[i], base[i], mode == Mode::shared ? shared : encode(tokens[i].position));
+      store(PlainElements<acc_t>(params), tokens[i], base[i],
+            mode == Mode::shared ? shared : encode(tokens[i].position));
     }
     return slow;
   }
 
   // Out-of-range ids have their NaN already and are recorded here. Far positions are written here, by the general
   // formulas and one column at a time, because for a whole vector those would be most of the kernel.
-  __device__ __forceinline__ void fixup(int64_t t, const ErrorSink& errors) const {
+  template <class Elements>
+  __device__ __forceinline__ void fixup(const Elements& elements, int64_t t, const ErrorSink& errors) const {
     for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
-      const auto token = token_of<source, acc_t>(params, b, t);
+      const auto token = token_of<source, acc_t, Elements::kGeneral>(params, b, t);
       if (!token.in_range && unit == 0) record_id(params, b, t, errors);
       if (!is_far(token.position)) continue;
 #pragma unroll 1
-      for (int64_t k = unit * kPairs; k < (unit + 1) * kPairs; ++k)
-        store_pair<T, source>(params, token, k,
-                              encoding_of_pair<acc_t>(params.encoding.frequencies, precision, token.position, k));
+      for (int64_t k = unit * kPairs; k < (unit + 1) * kPairs; ++k) {
+        const auto pair = encoding_of_pair<acc_t>(params.encoding.frequencies, precision, token.position, k);
+        store_pair<T, source>(params, elements, token, k, {pair.sin * elements.scale, pair.cos * elements.scale});
+      }
     }
   }
 };
@@ -280,7 +292,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
           slow |= columns.template write<kBatchRows>(b, step, t, shared);
         for (; kBatchRows > 1 && b < batch; b += step) slow |= columns.template write<1>(b, step, t, shared);
       }
-      if (slow) columns.fixup(t, launch.errors);
+      if (slow) columns.fixup(PlainElements<acc_of<T>>(params), t, launch.errors);
     }
   }
 }
@@ -400,7 +412,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
           token.scale = -0.0f;
           columns.store_constant(token);
         } else if (!far) {
-          columns.store(token, base[i], encoding);
+          columns.store(PlainElements<float>(params), token, base[i], encoding);
         }
       }
     } while (next.has(0));
@@ -408,7 +420,45 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
 #pragma unroll 1
     for (int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; t < params.tokens.seq;
          t += int64_t{gridDim.x} * blockDim.y)
-      columns.fixup(t, launch.errors);
+      columns.fixup(PlainElements<float>(params), t, launch.errors);
+  }
+}
+
+// ---- dropout, padding, a scale of the encoding
+
+template <class T, Source source, Arrangement arrangement>
+__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
+    forward_general(const ForwardParams params, const ForwardLaunch launch) {
+  using Thread = VectorColumns<T, source, arrangement, Mode::shared>;
+  using acc_t = acc_of<T>;
+  const GeneralElements<acc_t> elements(params);
+  for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
+       unit += int64_t{gridDim.y} * blockDim.x) {
+    const Thread columns(params, unit);
+    for (int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; t < params.tokens.seq;
+         t += int64_t{gridDim.x} * blockDim.y) {
+      typename Thread::Values encoding;
+      bool made = false, slow = false;
+      for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
+        const auto token = token_of<source, acc_t, true>(params, b, t);
+        Vector<T> base[Thread::kVectors] = {};
+        columns.load(token, base);
+        slow |= !token.in_range || columns.is_far(token.position);
+        if (columns.is_far(token.position)) continue;
+        if (token.constant) {
+          columns.store_constant(token);
+          continue;
+        }
+        if (Thread::kEncoded && (!made || !params.positions.shared())) {
+          encoding = columns.encode(token.position);
+          for (auto& vector : encoding.of)
+            for (acc_t& value : vector) value = value * elements.scale;
+          made = true;
+        }
+        columns.store(elements, token, base, encoding);
+      }
+      if (slow) columns.fixup(elements, t, launch.errors);
+    }
   }
 }
 

@@ -30,6 +30,7 @@ struct KernelVariant {
   Arrangement arrangement = Arrangement::none;
   Mode mode = Mode::shared;
   std::optional<Inner> in_flight;  // forward_tokens instead of forward_vectors
+  bool general = false;            // ForwardParams::general(): forward_general instead of both
 };
 
 // Compiled once for each element type, at the same time: see forward_kernels.cu.

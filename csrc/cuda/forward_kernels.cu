@@ -23,8 +23,17 @@ Kernel vector_kernel(const KernelVariant& variant) {
 }
 
 template <class T, Source source>
+Kernel general_kernel(Arrangement arrangement) {
+  if (arrangement == Arrangement::interleaved) return forward_general<T, source, Arrangement::interleaved>;
+  if (arrangement == Arrangement::halves) return forward_general<T, source, Arrangement::halves>;
+  if constexpr (source != Source::none) return forward_general<T, source, Arrangement::none>;
+  return nullptr;
+}
+
+template <class T, Source source>
 Kernel kernel_of(const KernelVariant& variant) {
-  if (!variant.vectors) return forward_columns<T, source>;
+  if (!variant.vectors) return variant.general ? forward_columns<T, source, true> : forward_columns<T, source, false>;
+  if (variant.general) return general_kernel<T, source>(variant.arrangement);
   if (variant.arrangement == Arrangement::interleaved)
     return vector_kernel<T, source, Arrangement::interleaved>(variant);
   if (variant.arrangement == Arrangement::halves) return vector_kernel<T, source, Arrangement::halves>(variant);

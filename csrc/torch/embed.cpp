@@ -230,9 +230,6 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     write_blocks(table->view(), [&] { cpu::forward(params, torch_parallel_for); });
     return result;
   }
-  const bool general = params.dropout.seed != nullptr || params.at_padding != AtPadding::embed ||
-                       params.encoding.scale != 1 || params.encoding.scale_on_device != nullptr;
-  POSENC_CHECK(!general, op, "dropout_p, at_padding and encoding_scale are not supported on CUDA yet");
   CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
   write_blocks(call.frequencies(*table), [&] { cuda::forward(params, call->launch()); });
   call->finish();

@@ -50,6 +50,10 @@ struct ForwardCase {
   bool expanded_base = false;  // dense: one row for the whole batch
   bool any_base = false;       // base terms of any bits
   double token_scale = 22.62741699796952;
+  AtPadding at_padding = AtPadding::embed;
+  double encoding_scale = 1, scale_on_device = 1;
+  uint32_t dropout_threshold = 0;
+  int64_t dropout_column = 0;  // the first one
   int64_t resident_threads = 4096;
   uint64_t seed = 1;
 
@@ -82,6 +86,11 @@ std::string ForwardCase::text() const {
       {"expanded base", expanded_base},
       {"any base", any_base},
       {"resident", resident_threads},
+      {"at padding", static_cast<int64_t>(at_padding)},
+      {"encoding scale in hundredths", static_cast<int64_t>(encoding_scale * 100)},
+      {"on the device", static_cast<int64_t>(scale_on_device * 100)},
+      {"dropout threshold", dropout_threshold},
+      {"dropout column", dropout_column},
       {"token scale in hundredths", static_cast<int64_t>(token_scale * 100)},
       {"seed", static_cast<int64_t>(seed)}};
   return std::string(name_of(dtype)) + " " + sources[static_cast<int>(source)] + text_of(numbers);
@@ -125,6 +134,15 @@ class ForwardTensors {
     if (what.source == Source::dense) params.base_strides = view_strides(base_row());
     if (what.expanded_base) params.base_strides = {0, base_row()};
     params.out_strides = view_strides(out_row());
+    params.encoding.scale = what.encoding_scale;
+    params.at_padding = what.at_padding;
+    if (what.at_padding != AtPadding::embed) params.padding_idx = what.rows / 2;
+    params.dropout.first_column = what.dropout_column;
+    if (what.dropout_threshold == 0) return;
+    *seed_.data() = static_cast<int64_t>(random_.bits());
+    params.dropout.seed = seed_.data();
+    params.dropout.threshold = what.dropout_threshold;
+    params.dropout.factor = 65536.0 / (65536.0 - what.dropout_threshold);
   }
 
   Elements new_out() const {
@@ -134,6 +152,23 @@ class ForwardTensors {
   void set_ids(const std::vector<int64_t>& ids) {
     ids_ = IntegerTensor(ids, case_.int64_ids);
     params.ids = ids_.view();
+  }
+  // The CPU's params have the whole factor of the encoding.
+  ForwardParams on_device() {
+    ForwardParams result = params;
+    if (case_.scale_on_device == 1) return result;
+    *float_scale_.data() = static_cast<float>(case_.scale_on_device);
+    *double_scale_.data() = case_.scale_on_device;
+    const void* number = double_scale_.data();
+    if (case_.dtype != Dtype::float64) number = float_scale_.data();
+    result.encoding.scale_on_device = number;
+    return result;
+  }
+  double whole_scale() const {
+    const double number = case_.dtype == Dtype::float64
+                              ? case_.scale_on_device
+                              : static_cast<double>(static_cast<float>(case_.scale_on_device));
+    return case_.encoding_scale * number;
   }
   int64_t out_row() const { return case_.width + case_.out_gap; }
 
@@ -207,6 +242,9 @@ class ForwardTensors {
   IntegerTensor ids_, positions_;
   Buffer<uint32_t> words_[4] = {Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0)};
   Buffer<float> angular_{0};
+  Buffer<int64_t> seed_{1};
+  Buffer<float> float_scale_{1};
+  Buffer<double> double_scale_{1};
 };
 
 void check_case(const ForwardCase& what) {
@@ -214,7 +252,9 @@ void check_case(const ForwardCase& what) {
   Elements expected = tensors.new_out(), got = tensors.new_out();
   ForwardParams params = tensors.params;
   params.out = expected.at(what.out_shift);
+  params.encoding.scale = tensors.whole_scale();
   if (what.tokens() > 0) cpu::forward(params, run_serially);
+  params = tensors.on_device();
   params.out = got.at(what.out_shift);
   const Device device(what.resident_threads);
   cuda::forward(params, device.launch);
@@ -257,6 +297,32 @@ void check_kernels(const Options& options) {
               check_case(what);
               std::swap(what.batch, what.seq);
               what.offset = (int64_t{5} << 33) + 7;
+              check_case(what);
+            }
+}
+
+// Dropout, padding and a scale of the encoding, alone and together.
+void check_general(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : kSources)
+      for (int64_t layout = 0; layout < kTestLayouts; ++layout)
+        for (const Given given : kGiven)
+          for (const int64_t width : {64, 35})
+            for (const int64_t part : {0, 1, 2, 3, 4, 5}) {
+              if (options.few && part > 2) continue;
+              ForwardCase what{dtype, source, layout};
+              what.given = given;
+              what.width = width;
+              what.odd = odd_rule(layout);
+              what.precision = kBothPrecisions[part % 2];
+              what.seed = static_cast<uint64_t>(part + width);
+              if (part % 3 != 1) what.dropout_threshold = part == 5 ? 65535 : 20000;
+              if (part == 2) what.dropout_column = width == 35 ? 13 : 8 * 5000;
+              if (part == 3) what.dropout_column = 4;
+              if (part != 0) what.encoding_scale = 0.3;
+              if (part > 2) what.scale_on_device = -1.7;
+              if (source == Source::gathered) what.at_padding = static_cast<AtPadding>(part % kAtPaddings);
+              if (part == 4) what.batch = 5, what.seq = 9, what.sequence_first = true, what.resident_threads = 1;
               check_case(what);
             }
 }
@@ -736,6 +802,7 @@ void check_far_apart(const Options& options) {
 
 void check_forward(const Options& options) {
   if (begin_group(options, "forward: kernels")) check_kernels(options);
+  if (begin_group(options, "forward: general")) check_general(options);
   if (begin_group(options, "forward: widths")) check_widths(options);
   if (begin_group(options, "forward: wide rows")) check_wide_rows(options);
   if (begin_group(options, "forward: shapes")) check_shapes(options);

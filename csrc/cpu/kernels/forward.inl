@@ -393,7 +393,7 @@ struct Lookup {
   static constexpr int64_t kMost = 64;
   using acc_t = typename Element<T>::acc_t;
   Token<acc_t> tokens[kMost + kPrefetchTokens];
-  int64_t b[kMost], t[kMost];
+  int64_t t[kMost];
 
   // Looks up the next `count` tokens, moves the loop past them, and looks up those to prefetch after them. `left`:
   // tokens until the end of this thread's work.
@@ -401,7 +401,7 @@ struct Lookup {
     const ForwardParams params = call;  // local, so that it stays in registers while tokens are stored
     for (int64_t i = 0; i < count; ++i, loop.next()) {
       tokens[i] = token_of<source, acc_t, true>(params, loop.b, loop.t);
-      b[i] = loop.b, t[i] = loop.t;
+      t[i] = loop.t;
     }
     TokenLoop ahead = loop;
     for (int64_t i = count; i < count + kPrefetchTokens; ++i) {
@@ -510,7 +510,7 @@ class ForwardLoop {
     const Dropout& dropout = params_.dropout;
     for (int64_t at = 0; at < span.count; at += DrawnBits::kMostColumns) {
       const int64_t count = std::min(DrawnBits::kMostColumns, span.count - at);
-      drawn_.draw(static_cast<uint64_t>(*dropout.seed), params_.tokens.order.at(lookup_.b[i], lookup_.t[i]),
+      drawn_.draw(static_cast<uint64_t>(*dropout.seed), lookup_.tokens[i].number,
                   dropout.first_column + span.column + at, count);
       write(i, {span.column + at, count, span.encoding ? span.encoding + at : nullptr},
             Dropper{drawn_.begin(), dropout.threshold, dropout.factor});
