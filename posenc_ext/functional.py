@@ -26,9 +26,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary, has
 
 from posenc_ext import _C, jagged
 from posenc_ext.conventions import DIVISORS, NO_ENCODING, Convention, resolve
-from posenc_ext.ops import add as _add
-from posenc_ext.ops import embed as _embed
 from posenc_ext.ops import shard as _shard
+from posenc_ext.ops.add import run as run_add
 from posenc_ext.ops.call import (
     EmbedCall,
     broadcast_positions,
@@ -36,6 +35,7 @@ from posenc_ext.ops.call import (
     check_offset,
     resolve_offset,
 )
+from posenc_ext.ops.embed import run as run_embed
 from posenc_ext.ops.tracing import decomposed, is_traced
 
 _ops = torch.ops.posenc_ext
@@ -131,7 +131,7 @@ def embed(
         )
         general: dict[str, Any] | None = None  # what only the op embed_general takes
         if max_norm is None and out is None:
-            return _embed.run(call, general)
+            return run_embed(call, general)
         return _embed_in_place(call, max_norm, norm_type, out, general)
     except Exception:
         _explain("embed", input=input, weight=weight, positions=positions, out=out)
@@ -169,7 +169,7 @@ def scaled_embedding(
             ),
         )
         if max_norm is None and out is None:
-            return _embed.run(call)
+            return run_embed(call)
         return _embed_in_place(call, max_norm, norm_type, out)
     except Exception:
         _explain("embed", input=input, weight=weight, out=out)
@@ -221,7 +221,7 @@ def add_positional_encoding(
         else:
             positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
         if out is None:
-            return _add.run(x, positions, offset, spec, token_scale)
+            return run_add(x, positions, offset, spec, token_scale)
         _shard.refuse("add_positional_encoding", x, out=out)
         if token_scale != 1:
             raise ValueError(
@@ -402,7 +402,7 @@ def _embed_in_place(
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     if out is None:
-        return _embed.run(call, general)
+        return run_embed(call, general)
     _ops.embed_out(weight, input, positions, offset, token_scale, base, flags, out)
     return _bump_version(out)
 
