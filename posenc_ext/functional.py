@@ -26,11 +26,10 @@ from torch.overrides import handle_torch_function, has_torch_function_unary, has
 
 from posenc_ext import _C, jagged
 from posenc_ext.conventions import AT_PADDING, DIVISORS, NO_ENCODING, Convention, Spec, resolve
-from posenc_ext.ops import add as _add
 from posenc_ext.ops import compose as _compose
 from posenc_ext.ops import elements as _elements
-from posenc_ext.ops import embed as _embed
 from posenc_ext.ops import shard as _shard
+from posenc_ext.ops.add import run as run_add
 from posenc_ext.ops.call import (
     EmbedCall,
     broadcast_positions,
@@ -39,6 +38,7 @@ from posenc_ext.ops.call import (
     resolve_offset,
     with_running_index,
 )
+from posenc_ext.ops.embed import run as run_embed
 from posenc_ext.ops.tracing import decomposed, is_traced
 from posenc_ext.plain import is_dtensor
 
@@ -151,7 +151,7 @@ def embed(
             if at_padding != "embed":
                 general = {**(general or {}), "at_padding": _at_padding(at_padding, padding_idx)}
         if max_norm is None and out is None:
-            return _embed.run(call, general)
+            return run_embed(call, general)
         return _embed_in_place(call, max_norm, norm_type, out, general)
     except Exception:
         _explain("embed", input=input, weight=weight, positions=positions, out=out)
@@ -189,7 +189,7 @@ def scaled_embedding(
             ),
         )
         if max_norm is None and out is None:
-            return _embed.run(call)
+            return run_embed(call)
         return _embed_in_place(call, max_norm, norm_type, out)
     except Exception:
         _explain("embed", input=input, weight=weight, out=out)
@@ -250,7 +250,7 @@ def add_positional_encoding(
         if dropout_p or type(encoding_scale) is not float or encoding_scale != 1:
             general = _elements.arguments("add_positional_encoding", x, encoding_scale, dropout_p)
         if out is None:
-            return _add.run(x, positions, offset, spec, token_scale, further=general)
+            return run_add(x, positions, offset, spec, token_scale, further=general)
         _shard.refuse("add_positional_encoding", x, out=out)
         _check_out("add_positional_encoding", out, x=x, **_scale_of(general))
         check_offset("add_positional_encoding", offset)
@@ -439,7 +439,7 @@ def _embed_in_place(
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     if out is None:
-        return _embed.run(call, general)
+        return run_embed(call, general)
     if general is None:
         _ops.embed_out(weight, input, positions, offset, token_scale, base, flags, out)
     else:

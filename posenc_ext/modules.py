@@ -10,9 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posenc_ext import functional, jagged
+from posenc_ext import jagged
 from posenc_ext.checkpoints import consume_tables, rename_weight
 from posenc_ext.conventions import Convention, resolve
+from posenc_ext.functional import (
+    add_positional_encoding,
+    broadcast_positions,
+    check_integer,
+    embed,
+    positional_encoding,
+    resolve_offset,
+    scaled_embedding,
+    with_running_index,
+)
 from posenc_ext.plain import drop, plain_weight, probability_in_pass
 
 if TYPE_CHECKING:
@@ -96,7 +106,7 @@ def _add_sinusoids(
         raise ValueError(
             f"posenc_ext.PositionalEncoding: x must have width {d_model} in its last axis, got {list(x.shape)}"
         )
-    return functional.add_positional_encoding(
+    return add_positional_encoding(
         x,
         offset=offset,
         positions=positions,
@@ -293,7 +303,7 @@ class Embeddings(_Lookup):
         weight = plain_weight(lut)
         if weight is None:
             return self._rows(x) * self.token_scale
-        return functional.scaled_embedding(
+        return scaled_embedding(
             x,
             weight,
             token_scale=self.token_scale,
@@ -372,7 +382,7 @@ class PositionalEncoding(_Encoded):
     @property
     def pe(self) -> Tensor:
         """The table the textbook module would hold: [1, max_len, d_model], or [max_len, 1, d_model] sequence-first."""
-        rows = functional.positional_encoding(
+        rows = positional_encoding(
             self.max_len or _DEFAULT_TABLE_ROWS,
             self.d_model,
             convention=self._convention,
@@ -466,7 +476,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
         weight, dropout_p = plain_weight(lut), probability_in_pass(dropout, x)
         if weight is None:
             return drop(dropout, self._add(self._rows(x), x, offset, positions))
-        y = functional.embed(
+        y = embed(
             x,
             weight,
             offset=offset,
@@ -490,7 +500,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
         """Scale and encoding for rows that `lut` has looked up."""
 
         def encoded(rows: Tensor) -> Tensor:
-            return functional.add_positional_encoding(
+            return add_positional_encoding(
                 rows,
                 offset=offset,
                 positions=positions,
@@ -605,17 +615,15 @@ def _add_learned(
         )
 
     if type(offset) is not int:
-        offset, positions, offsets = functional.resolve_offset(
-            offset, positions, token_shape, batch_first, 0, weight.device, op
-        )
+        offset, positions, offsets = resolve_offset(offset, positions, token_shape, batch_first, 0, weight.device, op)
         if offsets and positions is not None:
-            positions = functional.with_running_index(positions, batch_first)
+            positions = with_running_index(positions, batch_first)
     if positions is not None:
-        functional.check_integer(op, "positions", positions)
+        check_integer(op, "positions", positions)
         # A sum past int64 would wrap to a row. With half of the range for the offset, it cannot get back to one.
         if not -(2**62) < offset < 2**62:
             raise ValueError(f"posenc_ext.{op}: offset must lie between -2**62 and 2**62, got {offset}")
-        positions = functional.broadcast_positions(positions, token_shape, batch_first, op)
+        positions = broadcast_positions(positions, token_shape, batch_first, op)
         try:
             return x + nn.functional.embedding(positions.long() + offset, weight)
         except IndexError:

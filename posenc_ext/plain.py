@@ -25,24 +25,35 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 _FORWARD: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.Embedding, nn.Dropout)}
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _classes_are_torchs() -> bool:
+    """For a compiled program, which guards no class of torch.nn elsewhere either: a call need not look each time."""
+    return all(kind.forward is forward for kind, forward in _FORWARD.items())
+
+
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling `module` is calling `kind.forward`: its very class, no hook, no forward of its own."""
-    if type(module) is not kind or kind.forward is not _FORWARD[kind]:
+    if type(module) is not kind:
         return False
     state = module.__dict__  # half the time of reading attributes
     if dynamo_compiling():  # which would guard each key
         hooks = (
-            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+            not _classes_are_torchs()
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
         )
     else:
         hooks = (
-            state["_forward_hooks"]
+            kind.forward is not _FORWARD[kind]
+            or state["_forward_hooks"]
             or state["_forward_pre_hooks"]
             or state["_backward_hooks"]
             or state["_backward_pre_hooks"]
         )
     return not (
-        hooks
+        hooks  # or another forward
         or _global_forward_hooks
         or _global_forward_pre_hooks
         or _global_backward_hooks
@@ -85,5 +96,8 @@ def probability_in_pass(dropout: Any, x: Tensor) -> float | None:
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor, without importing torch.distributed.tensor."""
+    # First what costs a compiled program no guards, or few.
+    if type(tensor) is nn.Parameter or not hasattr(tensor, "device_mesh"):
+        return False
     package = sys.modules.get("torch.distributed.tensor")
     return package is not None and isinstance(tensor, package.DTensor)

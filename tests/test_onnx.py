@@ -1,4 +1,7 @@
-"""torch.onnx.export of every layer, any batch and length, and onnxruntime's numbers."""
+"""torch.onnx.export of every layer, any batch and length, and onnxruntime's numbers.
+
+Skipped without the packages that it takes: `pip install '.[onnx]'` brings them.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,16 @@ from torch.export import Dim
 import posenc_ext
 from posenc_ext.functional import embed, positional_encoding
 
-pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
-onnxruntime = pytest.importorskip("onnxruntime")
-
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 W = make.table(seed=1)
-DYNAMIC = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+
+
+@pytest.fixture(autouse=True)
+def onnxruntime():
+    for name in ("onnx", "onnxscript"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    return pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 
 class Call(nn.Module):
@@ -82,6 +87,8 @@ def axes(value: Any) -> Any:
 
 
 def assert_runs_alike(onnx_program: Any, module: nn.Module, makers: Any, folder: Path) -> None:
+    import onnxruntime
+
     path = folder / "model.onnx"
     onnx_program.save(path)
     session = onnxruntime.InferenceSession(path)
@@ -99,9 +106,7 @@ def dynamic_shapes(module: nn.Module, example: tuple[Any, ...]) -> Any:
     return (shapes,) if isinstance(module, Call) else shapes
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("Net", "exact") else pytest.mark.slow) for name in MODELS]
-)
+@make.each("name", list(MODELS))
 def test_export(name, tmp_path):
     make_module, makers = MODELS[name]
     module = make_module().eval()
@@ -112,7 +117,6 @@ def test_export(name, tmp_path):
     assert_runs_alike(program, module, makers, tmp_path)
 
 
-@pytest.mark.slow
 def test_a_program_that_was_exported_before(tmp_path):
     """It holds the op, and is taken apart first."""
     module, example = make.layer(convention="marian"), (ids((2, 5)),)
@@ -121,7 +125,6 @@ def test_a_program_that_was_exported_before(tmp_path):
     assert_runs_alike(torch.onnx.export(program, dynamo=True, verbose=False), module, (ids,), tmp_path)
 
 
-@pytest.mark.slow
 def test_importing_the_package_is_all_it_takes(tmp_path):
     code = """
 import torch, posenc_ext
@@ -132,8 +135,7 @@ print(sorted({node.domain for node in program.model.graph}))
     assert run_code(code, tmp_path).splitlines()[-1] == "['']"  # nothing but ONNX's own operators
 
 
-@pytest.mark.slow
-def test_the_exporter_by_torch_jit():
+def test_the_exporter_by_torch_jit(onnxruntime):
     """It is on its way out, and works."""
     module, example, file = Net().eval(), ids((2, 5)), io.BytesIO()
     torch.onnx.export(

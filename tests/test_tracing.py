@@ -447,6 +447,27 @@ def test_shards_add_up_to_the_whole():
         _embed(weight[:4], torch.tensor([V]), *rest, first_row=0, total_rows=V)
 
 
+def test_gradients_of_shards_are_parts_of_the_whole():
+    """Of rows, the padding row in either of them, and of columns."""
+    from posenc_ext.decompositions import _embed
+
+    weight, given, grad = make.table(V, 10), ids(), x((B, T, 10))
+
+    def gradient(shard: Tensor, padding_idx: int, columns: slice = slice(None), **place: int) -> Tensor:
+        leaf = shard.clone().requires_grad_()
+        y = _embed(leaf, given, None, 3, 1.75, *make.spec("tensor2tensor"), padding_idx, **place)
+        return torch.autograd.grad(y, leaf, grad[..., columns])[0]
+
+    for padding_idx in (-1, int(given.min()), int(given.max())):
+        want = gradient(weight, padding_idx)
+        for a, b in ((0, 4), (4, 4), (4, V)):
+            got = gradient(weight[a:b], padding_idx, first_row=a, total_rows=V)
+            torch.testing.assert_close(got, want[a:b])
+        for a, b in ((0, 3), (3, 10)):
+            got = gradient(weight[:, a:b], padding_idx, slice(a, b), first_column=a, d_model=10)
+            torch.testing.assert_close(got, want[:, a:b])
+
+
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[Callable[..., Any], ...]]] = {
     **{
         name: (lambda name=name: LAYERS[name](), (lambda shape, name=name: layer_and_argument(name, shape)[1],))
