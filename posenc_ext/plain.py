@@ -25,10 +25,13 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 _FORWARD: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.Embedding, nn.Dropout)}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _classes_are_torchs() -> bool:
     """For a compiled program, which guards no class of torch.nn elsewhere either: a call need not look each time."""
     return all(kind.forward is forward for kind, forward in _FORWARD.items())
+
+
+# As torch.compiler.assume_constant_result, which would import torch._dynamo: a second of everybody's start.
+_classes_are_torchs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
