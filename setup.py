@@ -21,6 +21,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -40,6 +41,8 @@ OBJECTS = ROOT / "build/objects"
 MODULE_SOURCE = ROOT / "csrc/python.cpp"
 NO_CUDA_SOURCE = ROOT / "csrc/cuda/stub.cpp"
 FORWARD_KERNELS = ROOT / "csrc/cuda/forward_kernels.cu"
+# What decides the arithmetic of the kernels. The tests and the gate of the machine code read the same file.
+NVCC_FLAGS = json.loads((ROOT / "csrc/cuda/nvcc_flags.json").read_text())
 ELEMENT_TYPES = ("bfloat16", "float16", "float32", "float64")  # slowest to compile first
 DEFAULT_CUDA_ARCHS = ("7.5", "8.0", "9.0", "10.0", "12.0")
 # Names that TORCH_CUDA_ARCH_LIST may hold.
@@ -133,6 +136,13 @@ def find_nvcc() -> Path | None:
         raise refuse(f"POSENC_FORCE_CUDA=1, but the CUDA half cannot be built: {reason}")
     print(f"posenc_ext: CPU only ({reason})")
     return None
+
+
+def check_environment() -> None:
+    """nvcc takes flags from two variables as well."""
+    for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        if re.search(r"fmad|fast.math|ftz|prec-(div|sqrt)", os.environ.get(name, "")):
+            raise refuse(f"{name} must not change how kernels compute, got {os.environ[name]!r}")
 
 
 def cuda_libraries(nvcc: Path) -> list[str]:
@@ -230,7 +240,8 @@ def cuda_objects(nvcc: Path, architectures: str, debug: bool) -> list[Object]:
     Not by torch's CUDAExtension: these files know no torch, so a CPU-only torch or one for another CUDA version is as
     good as any, and the machine needs no GPU.
     """
-    command = [str(nvcc), "-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+    check_environment()
+    command = [str(nvcc), *NVCC_FLAGS, "-Xcompiler=-fPIC,-fvisibility=hidden"]
     command += ["-G", "-g"] if debug else []
     command += architecture_flags(architectures)
     version = run(nvcc, "--version")

@@ -3,18 +3,20 @@
 For every kernel of ours and every architecture:
     no stack frame (so no spill) and no local memory
     kernels on whole vectors load and store 128 bits at a time
-    no arithmetic that flushes subnormal numbers to zero
-    fused multiply-adds only where the source writes them: in the polynomials of fp32 sines and cosines, and there they
-    are; none where a table is scaled and an encoding is added, where these are a multiplication and an addition
+    nothing that flushes subnormal numbers to zero
+    fused multiply-adds only where the source writes them, in the polynomials of fp32 sines and cosines: no kernel
+    without an encoding has one, those with one have as many as the polynomials take, and a base term adds none
+    where a base term is scaled and an encoding is added, a multiplication and an addition for each element
 
-Kernels of CUB, which sort the ids, are left to its authors. So is the division of scale_grad_by_freq, which brings
-instructions of its own into sum_rows.
+Kernels of CUB, which sort the ids, are left to its authors. So are the division of scale_grad_by_freq, which brings
+instructions of its own into sum_rows, and the division of integers, which converts numbers with .FTZ.
 
 Usage: python .ci/cuda_gate.py WHEEL
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -34,7 +36,11 @@ ENUMS = {
     "cuda::Mode": ("shared", "per_token_exact", "per_token_reference"),
 }
 # Instructions of one division, at most.
-DIVISION = {"fused": 20, "flushing": 4}
+DIVISION = {"fused": 20, "flushing": 8}
+# Elements of 16 bytes, and fused multiply-adds of the polynomials of one pair.
+ELEMENTS = {"float": 4, "double": 2, "bfloat16": 8, "half": 8}
+POLYNOMIALS = 7
+FLAGS = Path(__file__).parent.parent / "csrc/cuda/nvcc_flags.json"
 
 
 def cuobjdump(*arguments: str) -> str:
@@ -79,66 +85,102 @@ def instructions(library: str, architecture: str) -> dict[str, list[str]]:
     return code
 
 
-def problems_of(name: str, code: list[str]) -> list[str]:
-    """What the machine code of a kernel should not have, and what it lacks."""
-    text = "\n".join(code)
+class Kernel:
+    """A kernel's name, taken apart, and its machine code."""
 
-    def count(pattern: str) -> int:
-        return len(re.findall(rf"\b(?:{pattern})\b", text))
+    def __init__(self, name: str, code: list[str]) -> None:
+        self.name, self.text = name, "\n".join(code)
+        self.function, _, rest = name.partition("<")
+        self.parameters = rest.rstrip(">").split(", ")
+        self.forward = self.function.startswith("forward")
+        self.encodes = self.forward and "plain" not in self.parameters
+        self.vectors = self.function == "forward_vectors" or "true" in self.parameters
+        self.fp64 = "double" in self.parameters
 
+    def count(self, pattern: str) -> int:
+        """Instructions whose name begins so."""
+        return len(re.findall(rf"\b(?:{pattern})\b", self.text))
+
+    def numbers(self, operation: str) -> int:
+        """Numbers that an operation computes: some instructions compute two."""
+        return self.count(f"[FD]{operation}") + 2 * self.count(f"[FD]{operation}2")
+
+    def without_base(self) -> str:
+        """The kernel that differs in having no base term."""
+        return self.name.replace("gathered", "none").replace("dense", "none")
+
+
+def problems_of(kernel: Kernel, kernels: dict[str, Kernel]) -> list[str]:
+    """What the machine code of a kernel should not have, and what it lacks; `kernels` are all of an architecture."""
     problems = []
-    kernel, _, rest = name.partition("<")
-    parameters = rest.rstrip(">").split(", ")
-    divides = kernel == "sum_rows"
-    forward = kernel.startswith("forward")
-    encodes = forward and "plain" not in parameters
-    fused, multiplied, added = count("[FD]FMA2?"), count("[FD]MUL2?"), count("[FD]ADD2?")
-    if count("LDL|STL"):
+    divides = kernel.function == "sum_rows"
+    fused, multiplied, added = map(kernel.numbers, ("FMA", "MUL", "ADD"))
+    if kernel.count("LDL|STL"):
         problems.append("local memory")
-    if kernel == "forward_vectors" or "true" in parameters:
-        if not count(r"STG\.E\.128"):
+    stored = kernel.count(r"STG\.E\.128")
+    if kernel.vectors:
+        if not stored:
             problems.append("no 128-bit store")
-        if "none" not in parameters and not count(r"LDG\.E\.128"):
+        if "none" not in kernel.parameters and not kernel.count(r"LDG\.E\.128"):
             problems.append("no 128-bit load")
-    if count(r"[FD](?:ADD|MUL|FMA)2?\S*\.FTZ") > (DIVISION["flushing"] if divides else 0):
+    if len(re.findall(r"\b(?!F2I)\w+\S*\.FTZ", kernel.text)) > (DIVISION["flushing"] if divides else 0):
         problems.append("subnormal numbers are flushed to zero")
-    if encodes and "double" not in parameters:
-        if not fused:
-            problems.append("no fused multiply-add in an encoding")
+
+    # A row of a gathered table has a second store, for an id that has no row.
+    rows = stored // 2 if "gathered" in kernel.parameters else stored
+    elements = rows * ELEMENTS[kernel.parameters[0]] if kernel.vectors else 1
+    if kernel.encodes and not kernel.fp64:
+        most = kernels[kernel.without_base()].numbers("FMA")
+        pairs = ELEMENTS[kernel.parameters[0]] // (1 if "halves" in kernel.parameters else 2) if kernel.vectors else 1
+        if fused < POLYNOMIALS * pairs:
+            problems.append(f"{fused} fused multiply-adds, where the polynomials take {POLYNOMIALS * pairs}")
+        if fused > most:
+            problems.append(f"{fused} fused multiply-adds, where the encoding alone takes {most}")
     elif fused > (DIVISION["fused"] if divides else 0):
         problems.append(f"{fused} fused multiply-adds")
-    if forward and "gathered" in parameters and not multiplied:
-        problems.append("no multiplication by the scale")
-    if encodes and "none" not in parameters and not added:
-        problems.append("no addition of the encoding")
+    if kernel.forward and "gathered" in kernel.parameters and multiplied < elements:
+        problems.append(f"{multiplied} multiplications by the scale, of {elements} elements")
+    if kernel.encodes and "none" not in kernel.parameters and added < elements:
+        problems.append(f"{added} additions of the encoding, of {elements} elements")
     return problems
+
+
+def problems_of_flags() -> list[str]:
+    """What setup.py hands to nvcc: the arithmetic as it is written."""
+    flags = json.loads(FLAGS.read_text())
+    problems = [f"{flag} is among the flags" for flag in flags if re.search(r"fast.math|ftz|prec-|fmad=true", flag)]
+    return problems + ([] if "--fmad=false" in flags else ["--fmad=false is not among the flags"])
+
+
+def kernels_of(library: str, architecture: str) -> dict[str, Kernel]:
+    """Kernels of ours, under the names of their symbols."""
+    code = instructions(library, architecture)
+    names = readable(list(code)) if code else []
+    return {symbol: Kernel(name, code[symbol]) for symbol, name in zip(code, names, strict=True)}
 
 
 def main(wheel: str) -> int:
     """Run the gate; 1 if a kernel fails it."""
-    problems = []
+    problems = problems_of_flags()
     registers: dict[str, dict[str, int]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         zipfile.ZipFile(wheel).extractall(folder)
         (library,) = map(str, Path(folder).rglob("libposenc_ext_ops.so"))
         used = list(pool.map(lambda a: resources(library, a), ARCHITECTURES))
-        code = list(pool.map(lambda a: instructions(library, a), ARCHITECTURES))
-    symbols = sorted(code[0])
-    names = dict(zip(symbols, readable(symbols), strict=True)) if symbols else {}
-    for architecture, of_kernels, usage in zip(ARCHITECTURES, code, used, strict=True):
-        if set(of_kernels) != set(names) or set(usage) != set(names) or not names:
+        code = list(pool.map(lambda a: kernels_of(library, a), ARCHITECTURES))
+    for architecture, kernels, usage in zip(ARCHITECTURES, code, used, strict=True):
+        if set(kernels) != set(code[0]) or set(usage) != set(code[0]) or not kernels:
             problems.append(f"sm_{architecture}: kernels are missing")
             continue
-        for symbol, name in names.items():
-            registers[name][architecture], memory = usage[symbol]
-            found = problems_of(name, of_kernels[symbol]) + (
-                [f"{memory} bytes of stack or local memory"] if memory else []
-            )
-            problems += [f"{name} on sm_{architecture}: {problem}" for problem in found]
+        by_name = {kernel.name: kernel for kernel in kernels.values()}
+        for symbol, kernel in kernels.items():
+            registers[kernel.name][architecture], memory = usage[symbol]
+            found = problems_of(kernel, by_name) + ([f"{memory} bytes of stack or local memory"] if memory else [])
+            problems += [f"{kernel.name} on sm_{architecture}: {problem}" for problem in found]
     print(f"{'registers of a thread':70}" + "".join(f"{'sm_' + a:>7}" for a in ARCHITECTURES))
     for name in sorted(registers):
         print(f"{name:70}" + "".join(f"{registers[name][a]:7}" for a in ARCHITECTURES if a in registers[name]))
-    print(f"{len(names)} kernels, {sum(name.startswith('forward') for name in names.values())} of them forward")
+    print(f"{len(registers)} kernels, {sum(name.startswith('forward') for name in registers)} of them forward")
     for problem in problems:
         print("FAILED:", problem)
     return 1 if problems else 0

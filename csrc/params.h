@@ -47,6 +47,21 @@ struct Encoding {
   Columns columns;
   Precision precision = Precision::exact;
   Frequencies frequencies;
+  double scale = 1;
+  // On a GPU one number more to multiply it by, of the type that sums have; null: none.
+  const void* scale_on_device = nullptr;
+};
+
+// What a token of padding_idx is: the same as others, its row alone, its encoding alone, or zeros.
+enum class AtPadding : int64_t { embed = 0, no_encoding = 1, no_embedding = 2, zeros = 3 };
+constexpr int64_t kAtPaddings = 4;
+
+// See dropout.h.
+struct Dropout {
+  const int64_t* seed = nullptr;  // in memory of the backend; null: nothing is dropped
+  uint32_t threshold = 0;         // of 2^16
+  double factor = 1;              // of the elements that are kept
+  int64_t first_column = 0;       // of the whole row, where this is a shard
 };
 
 // The base term: a row of a table, a row of activations, or nothing.
@@ -69,6 +84,15 @@ struct ForwardParams {
   void* out = nullptr;
   TokenStrides out_strides;  // its columns are contiguous
   double token_scale = 1.0;
+  int64_t padding_idx = -1;  // gathered; negative: none
+  AtPadding at_padding = AtPadding::embed;
+  Dropout dropout;
+
+  // Whether an element is more than scale * base + encoding.
+  bool general() const {
+    return dropout.seed != nullptr || at_padding != AtPadding::embed || encoding.scale != 1 ||
+           encoding.scale_on_device != nullptr;
+  }
 };
 
 // The tokens of a weight gradient. Tokens of padding_idx (negative: none) have no part in it.

@@ -22,24 +22,33 @@ struct Token {
   int64_t base = 0;  // offset of its base term from params.base
   int64_t out = 0;   // offset of its output from params.out
   int64_t position = 0;
-  acc_t scale = 1;  // of the base term
+  int64_t number = 0;  // in memory
+  acc_t scale = 1;     // of the base term
   // An id out of range reads row 0 with a scale of NaN. On the CPU ids are checked before; an empty table is refused.
   bool in_range = true;
   // Nothing is read: every element of the output is `scale`.
   bool constant = false;
+  // Whether it has a base term, and whether an encoding is added: see AtPadding.
+  bool embedded = true, encoded = true;
 };
 
-template <Source source, class acc_t>
-POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t) {
+POSENC_HD int64_t id_of(const ForwardParams& params, int64_t b, int64_t t) {
+  return params.ids[params.tokens.order.at(b, t)];
+}
+
+// `given_id`: of a gathered token. Only if `general` it has its number and knows of padding.
+template <Source source, class acc_t, bool general = false>
+POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t, int64_t given_id) {
   Token<acc_t> token;
   token.out = params.out_strides.at(b, t);
   token.position = position_of(params, b, t);
+  if constexpr (general) token.number = params.tokens.order.at(b, t);
   if constexpr (source == Source::dense) {
     token.base = params.base_strides.at(b, t);
     token.scale = static_cast<acc_t>(params.token_scale);
   }
   if constexpr (source == Source::gathered) {
-    const uint64_t id = static_cast<uint64_t>(params.ids[params.tokens.order.at(b, t)]);
+    const uint64_t id = static_cast<uint64_t>(given_id);
     const uint64_t first = static_cast<uint64_t>(params.first_row), end = static_cast<uint64_t>(params.end_row);
     token.in_range = id < static_cast<uint64_t>(params.rows);
     token.constant = token.in_range && id - first >= end - first;
@@ -47,8 +56,19 @@ POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t 
     token.base = here ? static_cast<int64_t>(id - first) * params.row_stride : 0;
     // x + -0 is x, also where x is -0.
     token.scale = static_cast<acc_t>(here ? params.token_scale : token.constant ? -0.0 : NAN);
+    if (general && here && id == static_cast<uint64_t>(params.padding_idx)) {
+      token.encoded = params.at_padding != AtPadding::no_encoding;
+      token.embedded = params.at_padding != AtPadding::no_embedding;
+      const bool nothing = !token.embedded && !params.encoding.columns.encoded;
+      if (params.at_padding == AtPadding::zeros || nothing) token.constant = true, token.scale = 0;
+    }
   }
   return token;
+}
+
+template <Source source, class acc_t, bool general = false>
+POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t) {
+  return token_of<source, acc_t, general>(params, b, t, source == Source::gathered ? id_of(params, b, t) : 0);
 }
 
 }  // namespace POSENC_ISA

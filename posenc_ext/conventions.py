@@ -16,8 +16,11 @@ DIVISORS = {"d": 0, "half_minus_1": 1}
 LAYOUTS = {"interleaved": 0, "sin_cos": 1, "cos_sin": 2}
 ODD_RULES = {"sine": 0, "zero": 1, "round_up": 2}
 PRECISIONS = {"exact": 0, "reference": 1}
+# What the token of padding_idx is (csrc/params.h).
+AT_PADDING = {"embed": 0, "no_encoding": 1, "no_embedding": 2, "zeros": 3}
 
 SEQUENCE_FIRST = 1 << 17
+OFFSETS = 1 << 18  # positions are offsets, to which the running index is added
 _VERSION = 1 << 20  # of every number but those of 0.1, which csrc/spec.h decodes
 
 

@@ -18,10 +18,19 @@ import torch
 from torch import Tensor
 
 from posenc_ext import _C
-from posenc_ext.conventions import DIVISORS, LAYOUTS, ODD_RULES, PRECISIONS, SEQUENCE_FIRST
+from posenc_ext.conventions import (
+    AT_PADDING,
+    DIVISORS,
+    LAYOUTS,
+    NO_ENCODING,
+    ODD_RULES,
+    OFFSETS,
+    PRECISIONS,
+    SEQUENCE_FIRST,
+)
 from posenc_ext.ops import compose
-from posenc_ext.ops.call import GradientCall, by_name
-from posenc_ext.ops.compose import _wide
+from posenc_ext.ops.call import GradientCall, by_name, with_running_index
+from posenc_ext.ops.compose import _scaled, _wide
 from posenc_ext.reference import sinusoid_columns
 
 
@@ -40,6 +49,10 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {overload: _as_op(overload, formula) for overload, formula in overloads.items()}
 
 
+# Arguments of the general ops.
+_WITHOUT = {"frequencies", "position_table", "seed", "dropout_p"}
+
+
 def _as_op(op: Any, formula: Callable[..., Any]) -> Callable[..., Any]:
     """`formula`, which names the arguments of `op` that it knows; any other must have its default."""
     defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
@@ -49,7 +62,7 @@ def _as_op(op: Any, formula: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(formula)
     def decomposed(*inputs: Any, **keywords: Any) -> Any:
         given = defaults | by_name(op, inputs, keywords)
-        unknown = set() if takes_all else given.keys() - parameters.keys()
+        unknown = given.keys() & _WITHOUT if takes_all else given.keys() - parameters.keys()
         for name in unknown:
             value = given.pop(name)
             if isinstance(value, Tensor) or value != defaults[name]:
@@ -186,6 +199,8 @@ def _add(
     token_scale: float = 1.0,
     first_column: int = 0,
     d_model: int = -1,
+    encoding_scale: float = 1.0,
+    encoding_scale_tensor: Tensor | None = None,
 ) -> Tensor:
     spec, token_shape, width = _Spec(base, flags), x.shape[:-1], x.shape[-1]
     result = x.to(_wide(x.dtype))
@@ -197,8 +212,13 @@ def _add(
             length = 1 if rank == 0 else token_shape[0 if spec.sequence_first else -1]
             shape = [] if rank == 0 else [length] + [1] * (rank - 1) * spec.sequence_first
             positions = _range(length, x.device).view(shape)
+        elif flags & OFFSETS:
+            positions = with_running_index(positions, not spec.sequence_first)
         encoding = _encode(positions, width if d_model < 0 else d_model, offset, base, flags, result.dtype)
-        result = result + _columns(encoding, first_column, first_column + width)
+        encoding = _scaled(
+            _columns(encoding, first_column, first_column + width), encoding_scale, encoding_scale_tensor
+        )
+        result = result + encoding
     return result.to(x.dtype)
 
 
@@ -217,10 +237,24 @@ def _embed(
     total_rows: int = -1,
     first_column: int = 0,
     d_model: int = -1,
+    encoding_scale: float = 1.0,
+    encoding_scale_tensor: Tensor | None = None,
+    at_padding: int = 0,
 ) -> Tensor:
+    def encoded(rows: Tensor) -> Tensor:
+        part = (first_column, d_model, encoding_scale, encoding_scale_tensor)
+        if not at_padding:
+            return _add(rows, positions, offset, base, flags, token_scale, *part)
+        padding = (input == padding_idx).unsqueeze(-1)
+        if at_padding == AT_PADDING["no_encoding"]:
+            plain = _add(rows, None, 0, *NO_ENCODING, token_scale)
+            return torch.where(padding, plain, _add(rows, positions, offset, base, flags, token_scale, *part))
+        rows = torch.where(padding, torch.full_like(rows, -0.0), rows)  # -0 + x is x
+        result = _add(rows, positions, offset, base, flags, token_scale, *part)
+        return result if at_padding != AT_PADDING["zeros"] else torch.where(padding, torch.zeros_like(result), result)
+
     if total_rows < 0:
-        rows = torch.embedding(weight, input, padding_idx, scale_grad_by_freq, sparse)
-        return _add(rows, positions, offset, base, flags, token_scale, first_column, d_model)
+        return encoded(torch.embedding(weight, input, padding_idx, scale_grad_by_freq, sparse))
     # A shard of rows: ids of other rows look up one row more, and their sum is negative zero.
     count = weight.shape[0]
     row = input.to(torch.int64) - first_row
@@ -234,7 +268,7 @@ def _embed(
         padding if 0 <= padding < count else -1,
         scale_grad_by_freq,
     )
-    result = _add(rows, positions, offset, base, flags, token_scale, first_column, d_model)
+    result = encoded(rows)
     return torch.where(here.unsqueeze(-1), result, torch.full_like(result, -0.0))
 
 
@@ -275,7 +309,9 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "_embed_bwd": _embed_backward,
     "embed_backward_sparse": _embed_backward_sparse,
     "_embed_bwd_sparse": _embed_backward_sparse,
+    "embed_general_out": _embed_out,
     "add_general": _add,
+    "add_general_out": _add_out,
     "add_positional_encoding": _add,
     "_add_positional_encoding_fwd": _add,
     "add_positional_encoding_out": _add_out,

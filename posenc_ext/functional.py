@@ -25,7 +25,9 @@ from torch._C import _functorch as functorch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from posenc_ext import _C, jagged
-from posenc_ext.conventions import DIVISORS, NO_ENCODING, Convention, resolve
+from posenc_ext.conventions import AT_PADDING, DIVISORS, NO_ENCODING, Convention, Spec, resolve
+from posenc_ext.ops import compose as _compose
+from posenc_ext.ops import elements as _elements
 from posenc_ext.ops import shard as _shard
 from posenc_ext.ops.add import run as run_add
 from posenc_ext.ops.call import (
@@ -34,9 +36,11 @@ from posenc_ext.ops.call import (
     check_integer,
     check_offset,
     resolve_offset,
+    with_running_index,
 )
 from posenc_ext.ops.embed import run as run_embed
 from posenc_ext.ops.tracing import decomposed, is_traced
+from posenc_ext.plain import is_dtensor
 
 _ops = torch.ops.posenc_ext
 _is_compiling = torch.compiler.is_compiling
@@ -53,6 +57,7 @@ __all__ = [
     "positional_encoding",
     "resolve_offset",
     "scaled_embedding",
+    "with_running_index",
 ]
 
 
@@ -65,6 +70,9 @@ def embed(
     token_scale: float | None = None,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
+    encoding_scale: float | Tensor = 1.0,
+    at_padding: str = "embed",
+    dropout_p: float = 0.0,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
@@ -85,6 +93,11 @@ def embed(
         token_scale: factor of the looked-up row; None for sqrt(d_model). Never rounded to the dtype of `weight`.
         convention: name of a convention or a `Convention`.
         precision: `"reference"` or `"exact"`; None for the convention's own.
+        encoding_scale: factor of the encoding, a number or a tensor that holds one and may be trained.
+        at_padding: what a token of `padding_idx` is: `"embed"`, a token like any other; `"no_encoding"`, its row alone
+            (fairseq, M2M100); `"no_embedding"`, its encoding alone; `"zeros"`.
+        dropout_p: probability with which an element is dropped, in steps of 2^-16; the others are divided by 1 - p, as
+            `F.dropout` does. The numbers come from Philox4x32-7 with a seed that is drawn by `torch.randint`.
         padding_idx: row that gets no gradient; its lookup is not zeroed. May be negative, counting from the end.
         max_norm, norm_type: rows looked up are first scaled down, in place, to this norm, as `nn.Embedding` does.
         scale_grad_by_freq: divide each row's gradient by the number of times it was looked up.
@@ -104,12 +117,15 @@ def embed(
     try:
         if has_torch_function_variadic(input, weight) or input.is_nested:
             return _overridden(embed, "input", locals())
+        if dropout_p and out is None and _drops_apart(weight, input):
+            return _dropped(embed, locals())
         chosen = convention if type(convention) is Convention else resolve(convention)
         base, flags = chosen.spec(precision, batch_first)
         if type(offset) is not int:
-            offset, positions = resolve_offset(
+            offset, positions, offsets = resolve_offset(
                 offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
             )
+            flags |= offsets
         if positions is None:
             offset = offset + chosen.first_position
         else:
@@ -130,6 +146,10 @@ def embed(
             ),
         )
         general: dict[str, Any] | None = None  # what only the op embed_general takes
+        if dropout_p or at_padding != "embed" or type(encoding_scale) is not float or encoding_scale != 1:
+            general = _elements.arguments("embed", weight, encoding_scale, dropout_p)
+            if at_padding != "embed":
+                general = {**(general or {}), "at_padding": _at_padding(at_padding, padding_idx)}
         if max_norm is None and out is None:
             return run_embed(call, general)
         return _embed_in_place(call, max_norm, norm_type, out, general)
@@ -184,6 +204,8 @@ def add_positional_encoding(
     token_scale: float = 1.0,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
+    encoding_scale: float | Tensor = 1.0,
+    dropout_p: float = 0.0,
     batch_first: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -192,7 +214,8 @@ def add_positional_encoding(
     Args:
         x: activations [..., length, d_model] (batch-first) or [length, ..., d_model], in the dtypes of `embed`.
         token_scale: factor of `x`, for rows that were looked up elsewhere.
-        offset, positions, convention, precision, batch_first: as in `embed`; the last axis of `x` is no token axis.
+        offset, positions, convention, precision, encoding_scale, dropout_p, batch_first: as in `embed`; the last axis
+            of `x` is no token axis.
         out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
 
     Returns:
@@ -204,10 +227,12 @@ def add_positional_encoding(
     try:
         if has_torch_function_unary(x) or x.is_nested:
             return _overridden(add_positional_encoding, "x", locals())
+        if dropout_p and out is None and _drops_apart(x, x):
+            return _dropped(add_positional_encoding, locals())
         chosen = convention if type(convention) is Convention else resolve(convention)
         spec = chosen.spec(precision, batch_first)
         if type(offset) is not int:
-            offset, positions = resolve_offset(
+            offset, positions, offsets = resolve_offset(
                 offset,
                 positions,
                 x.shape[:-1],
@@ -216,20 +241,33 @@ def add_positional_encoding(
                 x.device,
                 "add_positional_encoding",
             )
+            spec = Spec(spec.base, spec.flags | offsets)
         if positions is None:
             offset = offset + chosen.first_position
         else:
             positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
+        general: dict[str, Any] | None = None  # what only the op add_general takes
+        if dropout_p or type(encoding_scale) is not float or encoding_scale != 1:
+            general = _elements.arguments("add_positional_encoding", x, encoding_scale, dropout_p)
         if out is None:
-            return run_add(x, positions, offset, spec, token_scale)
+            return run_add(x, positions, offset, spec, token_scale, further=general)
         _shard.refuse("add_positional_encoding", x, out=out)
-        if token_scale != 1:
-            raise ValueError(
-                f"posenc_ext::add_positional_encoding: out= cannot be combined with token_scale, got {token_scale}"
-            )
-        _check_out("add_positional_encoding", out, x=x)
+        _check_out("add_positional_encoding", out, x=x, **_scale_of(general))
         check_offset("add_positional_encoding", offset)
-        _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
+        if general is None and token_scale == 1:
+            _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
+        else:
+            base, flags = spec
+            _ops.add_general_out(
+                x,
+                positions,
+                offset=offset,
+                base=base,
+                flags=flags,
+                token_scale=token_scale,
+                out=out,
+                **(general or {}),
+            )
         return _bump_version(out)
     except Exception:
         _explain("add_positional_encoding", x=x, positions=positions, out=out)
@@ -286,7 +324,8 @@ def positional_encoding(
             positions, first = torch.arange(positions_or_length, device=device), chosen.first_position
         if type(offset) is not int:
             shape = positions.shape
-            offset, moved = resolve_offset(offset, positions, shape, True, 0, positions.device, "positional_encoding")
+            device_of = positions.device
+            offset, moved, _ = resolve_offset(offset, positions, shape, True, 0, device_of, "positional_encoding")
             positions = positions if moved is None else moved
         offset = offset + first
         if not isinstance(positions_or_length, Tensor) and offset + positions_or_length > 2**63:
@@ -391,9 +430,7 @@ def _embed_in_place(
     check_offset("embed", call.offset)
     weight, input, positions, offset, token_scale, base, flags, *_ = call
     if out is not None:
-        _check_out("embed", out, weight=weight)
-        if general is not None:
-            raise ValueError(f"posenc_ext::embed: out= cannot be combined with {', '.join(general)}")
+        _check_out("embed", out, weight=weight, **_scale_of(general))
     if max_norm is not None:
         if not max_norm > 0:
             raise ValueError(f"posenc_ext::embed: max_norm must be positive, got {max_norm}")
@@ -403,8 +440,47 @@ def _embed_in_place(
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     if out is None:
         return run_embed(call, general)
-    _ops.embed_out(weight, input, positions, offset, token_scale, base, flags, out)
+    if general is None:
+        _ops.embed_out(weight, input, positions, offset, token_scale, base, flags, out)
+    else:
+        _ops.embed_general_out(
+            weight,
+            input,
+            positions,
+            offset=offset,
+            token_scale=token_scale,
+            base=base,
+            flags=flags,
+            padding_idx=call.padding_idx,
+            out=out,
+            **general,
+        )
     return _bump_version(out)
+
+
+def _at_padding(name: str, padding_idx: int | None) -> int:
+    if name not in AT_PADDING:
+        known = ", ".join(map(repr, AT_PADDING))
+        raise ValueError(f"posenc_ext::embed: at_padding must be one of {known}, got {name!r}")
+    if padding_idx is None:
+        raise ValueError(f"posenc_ext::embed: at_padding={name!r} needs a padding_idx, got None")
+    return AT_PADDING[name]
+
+
+def _drops_apart(like: Tensor, input: Tensor) -> bool:
+    """Whether dropout is a call of its own: the op has no rule for it, or an exported program may be evaluated."""
+    return _compose.needed() or is_dtensor(like) or is_dtensor(input) or torch.compiler.is_exporting()
+
+
+def _dropped(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+    probability = arguments.pop("dropout_p")
+    return torch.nn.functional.dropout(function(**arguments), probability)
+
+
+def _scale_of(general: dict[str, Any] | None) -> dict[str, Tensor]:
+    """The tensor among them that may need a gradient."""
+    scale = (general or {}).get("encoding_scale_tensor")
+    return {} if scale is None else {"encoding_scale": scale}
 
 
 def _bump_version(out: Tensor) -> Tensor:

@@ -302,6 +302,7 @@ def _twin(pair: _Pair, dtype: torch.dtype, size: float, probes: list[Tensor]) ->
     twin = pair._replace(sequence=sequence if dtype == weight.dtype else sequence.to(dtype), lut=memo[id(pair.lut)])
     for dropout in twin.dropouts:
         dropout.p = 0.5 if dropout.p else 0.0
+        dropout.register_forward_hook(lambda *_: None)  # so that the layer calls it too: both draw the same numbers
     return twin
 
 

@@ -21,8 +21,9 @@ from posenc_ext.functional import (
     positional_encoding,
     resolve_offset,
     scaled_embedding,
+    with_running_index,
 )
-from posenc_ext.plain import drop, plain_weight
+from posenc_ext.plain import drop, plain_weight, probability_in_pass
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,6 +97,8 @@ def _add_sinusoids(
     positions: Tensor | None,
     convention: Convention,
     precision: str | None,
+    encoding_scale: float | Tensor,
+    dropout_p: float,
     batch_first: bool,
 ) -> Tensor:
     sizes = x.shape
@@ -104,7 +107,14 @@ def _add_sinusoids(
             f"posenc_ext.PositionalEncoding: x must have width {d_model} in its last axis, got {list(x.shape)}"
         )
     return add_positional_encoding(
-        x, offset=offset, positions=positions, convention=convention, precision=precision, batch_first=batch_first
+        x,
+        offset=offset,
+        positions=positions,
+        convention=convention,
+        precision=precision,
+        encoding_scale=encoding_scale,
+        dropout_p=dropout_p,
+        batch_first=batch_first,
     )
 
 
@@ -313,7 +323,9 @@ class PositionalEncoding(_Encoded):
         max_len: rows of `.pe` (None: 5000, the textbook's); limits nothing.
         convention: name of a convention or a `Convention`.
         precision: `"reference"` or `"exact"`; None for the convention's own.
-        dropout: probability, applied to the sum in training by `.dropout`, an `nn.Dropout`.
+        encoding_scale: factor of the encoding; an `nn.Parameter` that holds one number is trained and saved.
+        dropout: probability, applied to the sum in training by `.dropout`, an `nn.Dropout`: in the same pass while it
+            is plain (no hooks, not replaced), with numbers of our own that torch's generators seed.
         batch_first: whether x is [..., length, d_model] or [length, ..., d_model].
 
     Attributes that are set later act from the next call on.
@@ -334,6 +346,7 @@ class PositionalEncoding(_Encoded):
         *rest: Any,
         convention: str | Convention = "vaswani",
         precision: str | None = None,
+        encoding_scale: float | Tensor = 1.0,
         dropout: float = 0.0,
         batch_first: bool = True,
     ) -> None:
@@ -343,6 +356,7 @@ class PositionalEncoding(_Encoded):
         self.max_len = None if max_len is None else _size("PositionalEncoding", "max_len", max_len)
         self.convention = resolve(convention)
         self.precision = precision
+        self.encoding_scale = encoding_scale
         self.dropout = _dropout("PositionalEncoding", dropout)
         self.batch_first = batch_first
         # Holds nothing; follows .to() and .half(), so that .pe knows where and in which dtype it is wanted.
@@ -350,8 +364,20 @@ class PositionalEncoding(_Encoded):
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
         """X [..., length, d_model] -> the same shape and dtype; `offset` and `positions` as in `functional`."""
-        y = _add_sinusoids(x, self.d_model, offset, positions, self._convention, self._precision, self.batch_first)
-        return drop(self._modules["dropout"], y)
+        dropout: Any = self._modules["dropout"]
+        dropout_p = probability_in_pass(dropout, x)
+        y = _add_sinusoids(
+            x,
+            self.d_model,
+            offset,
+            positions,
+            self._convention,
+            self._precision,
+            self.encoding_scale,
+            dropout_p or 0.0,
+            self.batch_first,
+        )
+        return dropout(y) if dropout_p is None else y
 
     @property
     def pe(self) -> Tensor:
@@ -386,7 +412,8 @@ class TransformerEmbedding(_Lookup, _Encoded):
         vocab_size: number of rows.
         d_model: width.
         padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: as in `nn.Embedding`.
-        convention, precision, dropout, batch_first: as in `PositionalEncoding`.
+        convention, precision, encoding_scale, dropout, batch_first: as in `PositionalEncoding`.
+        at_padding: what a token of `padding_idx` is, as in `functional.embed`.
         token_scale: factor of the looked-up row; None for sqrt(d_model).
 
     Attributes:
@@ -410,6 +437,8 @@ class TransformerEmbedding(_Lookup, _Encoded):
         padding_idx: int | None = None,
         convention: str | Convention = "vaswani",
         precision: str | None = None,
+        encoding_scale: float | Tensor = 1.0,
+        at_padding: str = "embed",
         dropout: float = 0.0,
         token_scale: float | None = None,
         max_norm: float | None = None,
@@ -434,6 +463,8 @@ class TransformerEmbedding(_Lookup, _Encoded):
         )
         self.convention = resolve(convention)
         self.precision = precision
+        self.encoding_scale = encoding_scale
+        self.at_padding = at_padding
         self.dropout = _dropout("TransformerEmbedding", dropout)
         self.token_scale = math.sqrt(d_model) if token_scale is None else float(token_scale)
         self.batch_first = batch_first
@@ -441,34 +472,52 @@ class TransformerEmbedding(_Lookup, _Encoded):
     def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
         """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; the rest as in `functional`."""
         lut: Any = self._modules["lut"]
-        weight = plain_weight(lut)
+        dropout: Any = self._modules["dropout"]
+        weight, dropout_p = plain_weight(lut), probability_in_pass(dropout, x)
         if weight is None:
-            y = add_positional_encoding(
-                self._rows(x),
+            return drop(dropout, self._add(self._rows(x), x, offset, positions))
+        y = embed(
+            x,
+            weight,
+            offset=offset,
+            positions=positions,
+            token_scale=self.token_scale,
+            convention=self._convention,
+            precision=self._precision,
+            encoding_scale=self.encoding_scale,
+            at_padding=self.at_padding,
+            dropout_p=dropout_p or 0.0,
+            padding_idx=lut.padding_idx,
+            max_norm=lut.max_norm,
+            norm_type=lut.norm_type,
+            scale_grad_by_freq=lut.scale_grad_by_freq,
+            sparse=lut.sparse,
+            batch_first=self.batch_first,
+        )
+        return dropout(y) if dropout_p is None else y
+
+    def _add(self, rows: Tensor, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
+        """Scale and encoding for rows that `lut` has looked up."""
+
+        def encoded(rows: Tensor) -> Tensor:
+            return add_positional_encoding(
+                rows,
                 offset=offset,
                 positions=positions,
                 token_scale=self.token_scale,
                 convention=self._convention,
                 precision=self._precision,
+                encoding_scale=self.encoding_scale,
                 batch_first=self.batch_first,
             )
-        else:
-            y = embed(
-                x,
-                weight,
-                offset=offset,
-                positions=positions,
-                token_scale=self.token_scale,
-                convention=self._convention,
-                precision=self._precision,
-                padding_idx=lut.padding_idx,
-                max_norm=lut.max_norm,
-                norm_type=lut.norm_type,
-                scale_grad_by_freq=lut.scale_grad_by_freq,
-                sparse=lut.sparse,
-                batch_first=self.batch_first,
-            )
-        return drop(self._modules["dropout"], y)
+
+        if self.at_padding == "embed":
+            return encoded(rows)
+        padding = (x == self.padding_idx).unsqueeze(-1)
+        if self.at_padding == "no_encoding":
+            return torch.where(padding, rows * self.token_scale, encoded(rows))
+        y = encoded(rows.masked_fill(padding, -0.0))  # -0 + x is x
+        return y.masked_fill(padding, 0.0) if self.at_padding == "zeros" else y
 
     def extra_repr(self) -> str:
         """Convention and options; `lut` tells the sizes."""
@@ -566,7 +615,9 @@ def _add_learned(
         )
 
     if type(offset) is not int:
-        offset, positions = resolve_offset(offset, positions, token_shape, batch_first, 0, weight.device, op)
+        offset, positions, offsets = resolve_offset(offset, positions, token_shape, batch_first, 0, weight.device, op)
+        if offsets and positions is not None:
+            positions = with_running_index(positions, batch_first)
     if positions is not None:
         check_integer(op, "positions", positions)
         # A sum past int64 would wrap to a row. With half of the range for the offset, it cannot get back to one.

@@ -74,11 +74,24 @@ def plain_weight(lut: nn.Module) -> Tensor | None:
 
 
 def drop(dropout: Any, y: Tensor) -> Tensor:
-    """`dropout(y)`, which is not called where nothing would come of it; a graph of torch.fx may be trained later."""
-    if is_plain(dropout, nn.Dropout) and not (dropout.p and (dropout.training or isinstance(y, torch.fx.Proxy))):
-        return y
-    result: Tensor = dropout(y)
+    """`dropout(y)`, which is not called where nothing would come of it."""
+    result: Tensor = y if probability_in_pass(dropout, y) == 0 else dropout(y)
     return result
+
+
+def probability_in_pass(dropout: Any, x: Tensor) -> float | None:
+    """The probability of an `nn.Dropout` that need not be called, 0 where it does nothing; None for one that must be.
+
+    A graph of torch.fx calls it: what is recorded for training may be evaluated later.
+    """
+    if not is_plain(dropout, nn.Dropout):
+        return None
+    p: float = dropout.p
+    if not p:
+        return 0.0
+    if isinstance(x, torch.fx.Proxy):
+        return None
+    return p if dropout.training else 0.0
 
 
 def is_dtensor(tensor: Tensor) -> bool:

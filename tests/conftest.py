@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from posenc_ext import _C
+from posenc_ext import _C, functional
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +28,25 @@ def force_isa():
 
 
 @pytest.fixture
+def torchs_dropout(monkeypatch):
+    """Dropout after the pass, by torch, so that layers drop what the textbook's modules drop."""
+    monkeypatch.setattr(functional, "_drops_apart", lambda *_: True)
+
+
+@pytest.fixture
 def device():
     """Where the tests of the CUDA half run. A test that puts in an id out of range must itself wait for the error."""
     from cuda_helpers import DEVICE, settle
 
     yield DEVICE
     settle()
+
+
+@pytest.fixture(scope="session")
+def cuda_builder(tmp_path_factory):
+    """What is compiled of the CUDA half for the CPU, once for all its tests."""
+    from cuda_on_cpu import build
+
+    builder = build.Builder(tmp_path_factory.mktemp("cuda_on_cpu"))
+    yield builder
+    builder.close()

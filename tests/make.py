@@ -319,7 +319,9 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
         OpCall("embed_backward_sparse", (a, input, len(weight), scale, padding, by_frequency)),
         OpCall("add_positional_encoding", (a, positions, offset, *chosen)),
         OpCall("add_positional_encoding_out", (a, positions, offset, *chosen, out.clone())),
+        OpCall("embed_general_out", (weight, input), named | {"padding_idx": padding, "out": out.clone()}),
         OpCall("add_general", (a,), named),
+        OpCall("add_general_out", (a,), named | {"out": out.clone()}),
         OpCall("positional_encoding", (counted, width, offset, *chosen, weight.dtype)),
         OpCall("positional_encoding_out", (counted, width, offset, *chosen, out.clone())),
     ]

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 import posenc_ext
 from posenc_ext import CONVENTIONS, functional
 
+pytestmark = pytest.mark.usefixtures("torchs_dropout")
+
 Seen = list[tuple[str, Tensor]]
 IDS = argument("Embeddings")
 

@@ -3,15 +3,12 @@
 tests/cuda_on_cpu/README.md says what each way of running them sees.
 """
 
-import dataclasses
 import functools
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cuda_on_cpu import build, ptx_to_cpp
+from cuda_on_cpu import build, ptx_to_cpp, seeded
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,13 +19,12 @@ pytestmark = [
 
 MODES = ("plain", "asan", "tsan")
 ARCHITECTURES = (75, 80, 90, 100)
-# TSan knows some thousand threads at a time, and is slow at them: `checks --few` asks for these kernels alone.
-TSAN_UNITS = build.kernel_units(dtypes=("float32", "bfloat16"))
+TSAN_UNITS = build.kernel_units(dtypes=build.TSAN_TYPES)
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory) -> Iterator[build.Builder]:
-    builder = build.Builder(tmp_path_factory.mktemp("cuda_on_cpu"))
+def builder(cuda_builder) -> build.Builder:
+    builder = cuda_builder
     # Compiling is most of the time, so it is asked for ahead, in the order of the tests.
     builder.prefetch(
         builder.host_objects,
@@ -39,8 +35,7 @@ def builder(tmp_path_factory) -> Iterator[build.Builder]:
         *[functools.partial(builder.kernels_from_ptx, arch, "asan") for arch in ARCHITECTURES],
         *[functools.partial(builder.sample_objects, mode) for mode in MODES],
     )
-    yield builder
-    builder.close()
+    return builder
 
 
 def check(program: Path, *arguments: str, seed: int = 0) -> str:
@@ -75,77 +70,18 @@ def test_ptx_under_asan(builder, arch):
 # ---- bugs put into the real kernels
 
 
-@dataclasses.dataclass
-class Seeded:
-    """One line of a real source, changed, and who must notice."""
-
-    name: str
-    file: str
-    unit: str  # what is compiled with the change
-    old: str
-    new: str
-    mode: str
-    group: str
-    caught: str
+@pytest.fixture(scope="module")
+def seeded_programs(builder, tmp_path_factory):
+    return {
+        bug.name: builder.ahead(functools.partial(bug.program, builder, tmp_path_factory.mktemp("seeded")))
+        for bug in seeded.KERNELS
+    }
 
 
-SEEDED = [
-    Seeded("one token too far", "backward.cuh", "backward", "for (; at < last; ++at)", "for (; at <= last; ++at)",
-           "asan", "backward: patterns", "AddressSanitizer: heap-buffer-overflow|use-after-poison"),
-    Seeded("vectors at any address", "forward.cu", "forward", "aligned(params.out) &&", "", "asan", "forward: views",
-           "misaligned address"),
-    Seeded("vectors of frequencies at any address", "forward.cu", "forward",
-           "frequencies_aligned(params.encoding.frequencies)",
-           "(frequencies_aligned(params.encoding.frequencies) || true)", "asan", "forward: column shards",
-           "misaligned address"),
-    Seeded("sines alone as halves", "forward.cu", "forward", "columns.sines == columns.cosines", "true", "plain",
-           "forward: column shards", "FAILED"),
-    Seeded("rows of other shards are read", "../token.h", "forward_kernels_bfloat16", "id - first >= end - first",
-           "false", "asan", "forward: row shards", "AddressSanitizer: heap-buffer-overflow|use-after-poison"),
-    Seeded("sine and cosine swapped", "forward.cuh", "forward_kernels_bfloat16",
-           "cosine_first ? pair.cos : pair.sin", "cosine_first ? pair.sin : pair.cos", "plain", "forward: kernels",
-           "FAILED"),
-    Seeded("far positions made by the near formulas", "forward.cuh", "forward_kernels_float32",
-           "magnitude(position) >= limit", "false", "plain", "forward: positions", "FAILED"),
-    Seeded("every thread of a block writes all its positions", "forward.cuh", "forward_kernels_bfloat16",
-           "int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t t = blockIdx.x", "tsan",
-           "forward: kernels", "data race"),
-    Seeded("threads write each other's rows", "forward.cuh", "forward_kernels_bfloat16",
-           "return blockIdx.z * int64_t{blockDim.z} + threadIdx.z", "return 0", "tsan", "forward: kernels",
-           "data race"),
-    Seeded("blocks sum each other's chunks", "backward.cuh", "backward",
-           "int64_t n = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t n = threadIdx.y", "tsan",
-           "backward: several blocks", "data race"),
-    Seeded("plain accesses to the record", "out_of_range.cuh", "bounds", "volatile OutOfRange* const record",
-           "OutOfRange* const record", "tsan", "bounds", "data race"),
-    Seeded("the last token of a segment is left out", "backward.cuh", "backward", "static_cast<int32_t>(at + 1)",
-           "static_cast<int32_t>(at)", "plain", "backward: patterns", "FAILED"),
-]  # fmt: skip
-
-
-def seeded_program(builder: build.Builder, bug: Seeded, folder: Path) -> Path:
-    csrc = folder / "csrc"
-    shutil.copytree(build.CSRC, csrc)
-    changed = csrc / "cuda" / bug.file
-    text = changed.read_text()
-    assert text.count(bug.old) >= 1, f"{bug.file} has no {bug.old!r} any more"
-    changed.write_text(text.replace(bug.old, bug.new))
-    units = TSAN_UNITS if bug.mode == "tsan" else build.kernel_units()
-    objects = [
-        builder.shim_object(unit._replace(path=csrc / "cuda" / unit.path.name), bug.mode, csrc=csrc)
-        if unit.name == bug.unit
-        else builder.shim_object(unit, bug.mode)
-        for unit in units
-    ]
-    name = re.sub(r"\W+", "-", f"seeded-{bug.name}")
-    return builder.link(name, [*objects, *builder.host_objects()], bug.mode, partial=bug.mode == "tsan")
-
-
-@pytest.mark.parametrize("bug", SEEDED, ids=lambda bug: bug.name)
-def test_seeded_bug_is_caught(builder, bug, tmp_path):
-    program = seeded_program(builder, bug, tmp_path)
+@pytest.mark.parametrize("bug", seeded.KERNELS, ids=lambda bug: bug.name)
+def test_seeded_bug_is_caught(seeded_programs, bug):
     few = ["--few"] if bug.mode == "tsan" else []
-    status, output = build.run_program(program, *few, "--only", bug.group)
+    status, output = build.run_program(seeded_programs[bug.name].result(), *few, "--only", bug.only)
     assert status != 0
     assert re.search(bug.caught, output), output[-3000:]
 

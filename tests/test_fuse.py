@@ -20,6 +20,8 @@ from posenc_ext import CONVENTIONS, Convention, functional, fuse, reference, unf
 from posenc_ext.conventions import PRECISIONS
 from posenc_ext.reference import sinusoid_table
 
+pytestmark = pytest.mark.usefixtures("torchs_dropout")
+
 SCALE = math.sqrt(D)
 
 

@@ -18,7 +18,11 @@ from make import D, V, argument, twins
 from torch import Tensor, nn
 
 IDS = argument("Embeddings")
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # warnings of these projects about one another
+pytestmark = [
+    pytest.mark.usefixtures("torchs_dropout"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
+]  # warnings of these projects about one another
 
 
 def need(name: str) -> Any:

@@ -11,6 +11,7 @@
 
 #include "../frequency.h"
 #include "../params.h"
+#include "sort.h"
 
 namespace posenc::cuda {
 
@@ -19,27 +20,45 @@ class ErrorRecord;
 // `check` is a call that only looks at ids; `other` has none.
 enum class Op : uint64_t { embed = 0, embed_backward = 1, embed_backward_sparse = 2, check = 3, other = 4 };
 
+// Out-of-range indices in their order: by the number of the call, of which the low bits count, then by the place of the
+// index in the order of the tokens. The first one is raised.
+constexpr int kPlaceBits = 40;
+constexpr unsigned long long kNoKey = ~0ull;
+
 // Where kernels leave the first out-of-range index they meet, for the host to raise later. In device memory.
 struct OutOfRange {
-  uint32_t locked = 0;
-  uint32_t found = 0;
-  uint64_t call = 0;  // number of the call, counted on the host
-  int64_t place = 0;  // of the index, in the order of the tokens
+  unsigned long long first = kNoKey;  // the smallest key so far; what follows may still be of a larger one
+  uint32_t locked = 0;                // what follows
+  unsigned long long key = kNoKey;
   int64_t index = 0;  // must lie in [0, rows)
   int64_t rows = 0;
 };
 
 struct ErrorSink {
   OutOfRange* record = nullptr;
-  uint32_t* found = nullptr;  // memory of the host that the device can write: not 0 once `record` holds something
-  uint64_t call = 0;
+  uint32_t* found = nullptr;  // memory of the host that the device can write: whether `record` holds something
+  uint64_t call = 0;          // its number, counted on the host
+};
+
+// How many blocks of a kernel a device can hold at a time. It shapes a launch, never a value.
+class Occupancy {
+ public:
+  virtual int64_t resident_blocks(const void* kernel, int threads) = 0;
+
+ protected:
+  ~Occupancy() = default;
 };
 
 // Where a launcher runs.
 struct Launch {
-  void* stream = nullptr;        // a cudaStream_t
-  int64_t resident_threads = 0;  // that the device can hold at a time; shapes a launch, never a value
+  void* stream = nullptr;  // a cudaStream_t
+  Occupancy* occupancy = nullptr;
   ErrorSink errors;
+
+  template <class... Arguments>
+  int64_t resident_blocks(void (*kernel)(Arguments...), int threads) const {
+    return occupancy->resident_blocks(reinterpret_cast<const void*>(kernel), threads);
+  }
 };
 
 // One call of an op: from before its first launch to after its last.
@@ -66,6 +85,7 @@ class Call {
 
  private:
   bool capturing() const;
+  void wait() const;
   void raise_launch_error() const;
 
   Op op_;
@@ -83,8 +103,8 @@ void forward(const ForwardParams& params, const Launch& launch);
 // Contiguous ids, to lie in [0, rows).
 void check_bounds(const Integers& ids, int64_t count, int64_t rows, const Launch& launch);
 
-// Moves what a record holds to `taken` and forgets it; found == 0 where it holds nothing. `found` and `taken` are in
-// memory of the host that the device can write.
+// Moves what a record holds to `taken` and forgets it; taken->key is kNoKey where it holds nothing. `found` and `taken`
+// are in memory of the host that the device can write.
 void take_out_of_range(OutOfRange* record, uint32_t* found, OutOfRange* taken, void* stream);
 
 // ---- the weight gradient, in scratch memory that the caller allocates
@@ -98,11 +118,12 @@ constexpr int64_t kMostGradientRows = (int64_t{1} << 32) - 2;
 struct GradientScratch {
   uint32_t *keys = nullptr, *sorted_keys = nullptr;
   int32_t *tokens = nullptr, *order = nullptr;
-  int32_t *begin = nullptr, *end = nullptr;  // begin lies before end: both are cleared at once
+  int32_t *begin = nullptr, *end = nullptr;  // of segments that have tokens; others are neither written nor read
   int32_t* segment_counts = nullptr;         // sparse: segments that begin at or before each sorted token
   void* partials = nullptr;
   void* temporary = nullptr;  // of the sort and the scan
   size_t temporary_bytes = 0;
+  SortShape sort;
   int64_t bytes = 0;  // of all parts
 
   // Computes `bytes`. Once the caller has that much memory, `place` says where each part lies in it.
@@ -110,7 +131,7 @@ struct GradientScratch {
   void place(void* memory);
 
  private:
-  int64_t token_count_, segment_count_, partial_bytes_;
+  int64_t segment_count_, partial_bytes_;
   bool sparse_;
 };
 

@@ -3,7 +3,8 @@
 // The tokens are sorted by id (sort.h), so those of a row of the table lie side by side: a segment. They are added in
 // token order in chunks of kSumChunk, and the sums of the chunks (partials) in order, as on every backend. All chunks
 // of a segment but the first are summed beforehand by other blocks (sum_chunks), so that a frequent token does not keep
-// one block busy alone. Nothing is added atomically, and no block waits for another.
+// one block busy alone. Nothing is added atomically, and no block waits for another. Rows without a token are not
+// walked over: the output is zero before.
 #pragma once
 
 #include "element.cuh"
@@ -13,7 +14,11 @@ namespace posenc::cuda {
 
 constexpr int kBackwardThreads = 256;
 constexpr int kBackwardBlocks = 2;  // see kForwardBlocks
-constexpr int kGradientsInFlight = 4;
+// Threads along the columns: few, so that the warps of a segment, which has no order across columns, are far apart.
+constexpr int kColumnThreads = 32;
+constexpr int kGradientsInFlight = 8;
+constexpr int kPartialsInFlight = 8;
+constexpr int kHeadsInFlight = 4;  // first tokens of segments, among as many tokens of the order
 
 // Writes scratch.keys and scratch.tokens, what is to be sorted. The key is the id, or tokens.rows where the token has
 // no part in the gradient.
@@ -26,8 +31,9 @@ __global__ void find_segments(const GradientTokens tokens, const GradientScratch
 template <class T, bool vectors>
 __global__ void sum_chunks(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch);
 
+// Writes the rows of the output that have tokens.
 template <class T, bool vectors>
-__global__ void sum_rows(const BackwardParams params, const GradientScratch scratch);
+__global__ void sum_segments(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch);
 
 #if !defined(POSENC_KERNELS_FROM_PTX)
 
@@ -96,8 +102,10 @@ struct ColumnSums {
   const GradientScratch& scratch;
   int64_t column;
 
-  __device__ __forceinline__ Gradient load(int64_t at) const {
-    const T* const from = static_cast<const T*>(params.grad) + scratch.order[at] * params.token_stride;
+  __device__ __forceinline__ Gradient load(int64_t at) const { return load_token(scratch.order[at]); }
+
+  __device__ __forceinline__ Gradient load_token(int64_t token) const {
+    const T* const from = static_cast<const T*>(params.grad) + token * params.token_stride;
     if constexpr (vectors) return bit_cast<Gradient>(load_vector<true>(from + column));
     else return {from[column * params.column_stride]};
   }
@@ -107,13 +115,15 @@ struct ColumnSums {
     for (int i = 0; i < kCount; ++i) sum.of[i] += to_acc(gradient.element[i]);
   }
 
-  // Of tokens first .. last - 1 of the order, at least one. Several are loaded before the first is added.
-  __device__ __forceinline__ Sum sum_chunk(int64_t first, int64_t last) const {
-    const Gradient start = load(first);
+  __device__ __forceinline__ Sum sum_of(const Gradient& gradient) const {
     Sum sum;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sum.of[i] = to_acc(start.element[i]);
-    int64_t at = first + 1;
+    for (int i = 0; i < kCount; ++i) sum.of[i] = to_acc(gradient.element[i]);
+    return sum;
+  }
+
+  // Adds those of tokens at .. last - 1 of the order. Several are loaded before the first is added.
+  __device__ __forceinline__ void add_tokens(int64_t at, int64_t last, Sum& sum) const {
     for (; at + kGradientsInFlight <= last; at += kGradientsInFlight) {
       Gradient gradients[kGradientsInFlight];
 #pragma unroll
@@ -123,7 +133,33 @@ struct ColumnSums {
     }
 #pragma unroll 1  // a few at most
     for (; at < last; ++at) add(load(at), sum);
-    return sum;
+  }
+
+  __device__ __forceinline__ void add(const Sum& partial, Sum& sum) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum.of[i] += partial.of[i];
+  }
+
+  // Adds partials n .. last - 1 likewise.
+  __device__ __forceinline__ void add_partials(int64_t n, int64_t last, Sum& sum) const {
+    for (; n + kPartialsInFlight <= last; n += kPartialsInFlight) {
+      Sum partials[kPartialsInFlight];
+#pragma unroll
+      for (int i = 0; i < kPartialsInFlight; ++i) partials[i] = partial(n + i);
+#pragma unroll
+      for (int i = 0; i < kPartialsInFlight; ++i) add(partials[i], sum);
+    }
+#pragma unroll 1
+    for (; n < last; ++n) add(partial(n), sum);
+  }
+
+  __device__ __forceinline__ void store(int64_t row, const Sum& sum, acc_t scale) const {
+    acc_t values[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = sum.of[i] * scale;
+    T* const to = static_cast<T*>(params.out) + row * params.width + column;
+    if constexpr (vectors) store_vector(to, values);
+    else *to = from_acc<T>(values[0]);
   }
 
   __device__ __forceinline__ Sum& partial(int64_t n) const {
@@ -162,39 +198,63 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
     for (int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * Sums::kCount; column < params.width;
          column += int64_t{gridDim.y} * blockDim.x * Sums::kCount) {
       const Sums columns{params, scratch, column};
-      columns.partial(n) = columns.sum_chunk(chunk.first, chunk.last);
+      typename Sums::Sum sum = columns.sum_of(columns.load(chunk.first));
+      columns.add_tokens(chunk.first + 1, chunk.last, sum);
+      columns.partial(n) = sum;
     }
   }
 }
 
+// Each thread looks at kHeadsInFlight tokens of the order at a time. Most segments have one token, whose gradient is
+// all there is to add: those of all such segments are loaded before the first is stored. The others follow one by one.
 template <class T, bool vectors>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
-    sum_rows(const BackwardParams params, const GradientScratch scratch) {
+    sum_segments(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch) {
   using Sums = ColumnSums<T, vectors>;
   using acc_t = typename Sums::acc_t;
-  for (int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; row < params.rows;
-       row += int64_t{gridDim.x} * blockDim.y) {
-    const int64_t begin = scratch.begin[row], end = scratch.end[row];
-    acc_t scale = static_cast<acc_t>(params.token_scale);
-    if (params.scale_by_frequency && end > begin) scale = scale / static_cast<acc_t>(end - begin);
+  constexpr int heads = kHeadsInFlight;
+  const acc_t token_scale = static_cast<acc_t>(params.token_scale);
+  for (int64_t first = (blockIdx.x * int64_t{blockDim.y} + threadIdx.y) * heads; first < tokens.count;
+       first += int64_t{gridDim.x} * blockDim.y * heads) {
+    // With the keys before and after them; past either end is a key that is no row.
+    uint32_t keys[heads + 2];
+    int64_t order[heads];
+#pragma unroll
+    for (int i = 0; i < heads + 2; ++i) {
+      const int64_t at = first + i - 1;
+      keys[i] = at >= 0 && at < tokens.count ? scratch.sorted_keys[at] : static_cast<uint32_t>(tokens.rows);
+    }
+#pragma unroll
+    for (int i = 0; i < heads; ++i) order[i] = scratch.order[first + i < tokens.count ? first + i : first];
+    uint32_t longer = 0;  // a bit for each segment of several tokens
+    const auto is_single = [&](int i) { return keys[i] != keys[i + 1] && keys[i + 1] != keys[i + 2]; };
+#pragma unroll
+    for (int i = 0; i < heads; ++i)
+      if (keys[i + 1] < tokens.rows && keys[i] != keys[i + 1] && !is_single(i)) longer |= 1u << i;
     for (int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * Sums::kCount; column < params.width;
          column += int64_t{gridDim.y} * blockDim.x * Sums::kCount) {
       const Sums columns{params, scratch, column};
-      typename Sums::Sum total = {};
-      if (end > begin) {
-        total = columns.sum_chunk(begin, begin + kSumChunk < end ? begin + kSumChunk : end);
-        int64_t n = begin / kSumChunk + 1;
-        for (int64_t at = begin + kSumChunk; at < end; at += kSumChunk, ++n) {
-          const typename Sums::Sum partial = columns.partial(n);
+      typename Sums::Gradient gradients[heads];
 #pragma unroll
-          for (int i = 0; i < Sums::kCount; ++i) total.of[i] += partial.of[i];
-        }
+      for (int i = 0; i < heads; ++i)
+        if (keys[i + 1] < tokens.rows && is_single(i)) gradients[i] = columns.load_token(order[i]);
 #pragma unroll
-        for (int i = 0; i < Sums::kCount; ++i) total.of[i] *= scale;
+      for (int i = 0; i < heads; ++i)
+        if (keys[i + 1] < tokens.rows && is_single(i))
+          columns.store(
+              scratch.segment_counts == nullptr ? static_cast<int64_t>(keys[i + 1]) : segment_of(scratch, first + i),
+              columns.sum_of(gradients[i]), token_scale);
+#pragma unroll 1
+      for (int i = 0; longer >> i != 0; ++i) {
+        if ((longer >> i & 1u) == 0) continue;
+        const int64_t begin = first + i, segment = segment_of(scratch, begin), end = scratch.end[segment];
+        typename Sums::Sum total = columns.sum_of(columns.load(begin));
+        columns.add_tokens(begin + 1, begin + kSumChunk < end ? begin + kSumChunk : end, total);
+        const int64_t n = begin / kSumChunk + 1;
+        columns.add_partials(n, n + (end - begin - 1) / kSumChunk, total);
+        columns.store(segment, total,
+                      params.scale_by_frequency ? token_scale / static_cast<acc_t>(end - begin) : token_scale);
       }
-      T* const to = static_cast<T*>(params.out) + row * params.width + column;
-      if constexpr (vectors) store_vector(to, total.of);
-      else *to = from_acc<T>(total.of[0]);
     }
   }
 }

@@ -22,18 +22,23 @@ __global__ void __launch_bounds__(kBoundsThreads)
   }
 }
 
+// A thread that has brought a smaller key than the one that is kept has still to write it: then this takes nothing, and
+// `found` stays for the next time.
 __global__ void take_record(OutOfRange* record, uint32_t* found, OutOfRange* taken) {
-  lock(record);
-  const volatile OutOfRange* const from = record;
-  volatile OutOfRange* const to = taken;
-  to->found = from->found;
-  to->call = from->call;
-  to->place = from->place;
-  to->index = from->index;
-  to->rows = from->rows;
-  const_cast<volatile OutOfRange*>(record)->found = 0u;
-  *const_cast<volatile uint32_t*>(found) = 0u;
-  unlock(record);
+  while (atomicCAS(&record->locked, 0u, 1u) != 0u) {
+  }
+  __threadfence();
+  const unsigned long long key = record->key;
+  taken->key = kNoKey;
+  if (key != kNoKey && atomicCAS(&record->first, key, kNoKey) == key) {
+    taken->key = key;
+    taken->index = record->index;
+    taken->rows = record->rows;
+    record->key = kNoKey;
+    *static_cast<volatile uint32_t*>(found) = 0u;
+  }
+  __threadfence();
+  atomicExch(&record->locked, 0u);
 }
 
 #endif  // POSENC_KERNELS_FROM_PTX

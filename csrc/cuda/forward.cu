@@ -1,5 +1,9 @@
 #include "forward.h"
 
+#include <cstdlib>
+#include <cstring>
+
+#include "../dropout.h"
 #include "element.cuh"
 #include "launch_config.h"
 
@@ -25,12 +29,26 @@ bool base_is_aligned(const ForwardParams& params) {
                                         : params.row_stride * element_size(params.dtype) % 16 == 0;
 }
 
+// POSENC_EXT_FORWARD=vectors asks for the kernels that have one token or one column of the batch in flight, until a GPU
+// has shown which are faster. It is read once.
+bool rows_alone() {
+  static const bool asked = [] {
+    const char* value = std::getenv("POSENC_EXT_FORWARD");
+    return value != nullptr && std::strcmp(value, "vectors") == 0;
+  }();
+  return asked;
+}
+
+// From so many rows on, tokens in flight lie along the batch and share an encoding.
+constexpr int64_t kLeastBatch = 4;
+
 KernelVariant choose(const ForwardParams& params) {
   const Columns& columns = params.encoding.columns;
   const bool fp64 = params.dtype == Dtype::float64;
   KernelVariant variant;
-  // Without an encoding, only the gathered row is worth a kernel of vectors.
-  bool has_kernel = params.source == Source::gathered;
+  variant.general = params.general();
+  // Without an encoding, only the gathered row is worth a kernel of vectors, and what dropout is applied to.
+  bool has_kernel = params.source == Source::gathered || (variant.general && params.source == Source::dense);
   if (columns.encoded) {
     has_kernel =
         columns.step <= 2 && columns.sines == columns.cosines && frequencies_aligned(params.encoding.frequencies);
@@ -41,7 +59,13 @@ KernelVariant choose(const ForwardParams& params) {
   }
   const int64_t unit_bytes = variant.arrangement == Arrangement::halves ? 32 : 16;
   variant.vectors = has_kernel && columns.width * element_size(params.dtype) % unit_bytes == 0 && aligned(params.out) &&
-                    strides_aligned(params.out_strides, params) && base_is_aligned(params);
+                    strides_aligned(params.out_strides, params) && base_is_aligned(params) &&
+                    (params.dropout.seed == nullptr || params.dropout.first_column % kColumnsPerDraw == 0);
+  // It adds up to four steps of a grid to an index of 32 bits.
+  constexpr int64_t kLongestAxis = int64_t{1} << 28;
+  if (variant.vectors && !variant.general && variant.mode == Mode::shared && params.source != Source::none && !fp64 &&
+      params.tokens.seq <= kLongestAxis && params.tokens.batch <= kLongestAxis && !rows_alone())
+    variant.in_flight = params.tokens.batch < kLeastBatch ? Inner::seq : Inner::batch;
   return variant;
 }
 

@@ -10,7 +10,9 @@
 #include "../sinusoid.h"
 #include "../token.h"
 #include "element.cuh"
+#include "elements.cuh"
 #include "forward.h"
+#include "launch_config.h"
 #include "out_of_range.cuh"
 
 namespace posenc::cuda {
@@ -20,14 +22,21 @@ struct ForwardLaunch {
   ErrorSink errors;
 };
 
-constexpr int kForwardThreads = 256;
-// Two blocks of 256 threads on a multiprocessor leave each thread up to 128 registers.
+// Two blocks of kForwardThreads on a multiprocessor leave each thread up to 128 registers.
 constexpr int kForwardBlocks = 2;
 
 template <class T, Source source, Arrangement arrangement, Mode mode>
 __global__ void forward_vectors(const ForwardParams params, const ForwardLaunch launch);
 
-template <class T, Source source>
+// The same tokens and columns, for Mode::shared alone, with several tokens in flight wherever they lie.
+template <class T, Source source, Arrangement arrangement, Inner inner>
+__global__ void forward_tokens(const ForwardParams params, const ForwardLaunch launch);
+
+// Calls with dropout, padding or a scale of the encoding.
+template <class T, Source source, Arrangement arrangement>
+__global__ void forward_general(const ForwardParams params, const ForwardLaunch launch);
+
+template <class T, Source source, bool general>
 __global__ void forward_columns(const ForwardParams params, const ForwardLaunch launch);
 
 #if !defined(POSENC_KERNELS_FROM_PTX)
@@ -38,22 +47,23 @@ __device__ __forceinline__ int64_t batch_row_step() { return int64_t{gridDim.z} 
 
 // ---- one column at a time: every layout, every position
 
-template <class T, Source source, bool encoded>
-__device__ __forceinline__ void store_column(const ForwardParams& params, const Token<acc_of<T>>& token, int64_t column,
-                                             acc_of<T> encoding) {
+template <class T, Source source, bool encoded, class Elements>
+__device__ __forceinline__ void store_column(const ForwardParams& params, const Elements& elements,
+                                             const Token<acc_of<T>>& token, int64_t column, acc_of<T> encoding) {
   acc_of<T> base = 0;
   if constexpr (source != Source::none)
     base = to_acc(static_cast<const T*>(params.base)[token.base + column * params.column_stride]);
-  const acc_of<T> value = token.constant ? token.scale : epilogue<source, encoded>(base, encoding, token);
-  static_cast<T*>(params.out)[token.out + column] = from_acc<T>(value);
+  acc_of<T> value[1] = {elements.template sum<source, encoded>(token, base, encoding)};
+  elements.drop(token, column, value);
+  static_cast<T*>(params.out)[token.out + column] = from_acc<T>(token.constant ? token.scale : value[0]);
 }
 
-template <class T, Source source>
-__device__ __forceinline__ void store_pair(const ForwardParams& params, const Token<acc_of<T>>& token, int64_t k,
-                                           const SinCos<acc_of<T>>& pair) {
+template <class T, Source source, class Elements>
+__device__ __forceinline__ void store_pair(const ForwardParams& params, const Elements& elements,
+                                           const Token<acc_of<T>>& token, int64_t k, const SinCos<acc_of<T>>& pair) {
   const Columns& columns = params.encoding.columns;
-  if (k < columns.sines) store_column<T, source, true>(params, token, columns.sine_column(k), pair.sin);
-  if (k < columns.cosines) store_column<T, source, true>(params, token, columns.cosine_column(k), pair.cos);
+  if (k < columns.sines) store_column<T, source, true>(params, elements, token, columns.sine_column(k), pair.sin);
+  if (k < columns.cosines) store_column<T, source, true>(params, elements, token, columns.cosine_column(k), pair.cos);
 }
 
 __device__ __forceinline__ void record_id(const ForwardParams& params, int64_t b, int64_t t, const ErrorSink& errors) {
@@ -62,10 +72,11 @@ __device__ __forceinline__ void record_id(const ForwardParams& params, int64_t b
 }
 
 // A unit is a pair, the zero column after the pairs, or any column where there is no encoding.
-template <class T, Source source>
+template <class T, Source source, bool general>
 __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
     forward_columns(const ForwardParams params, const ForwardLaunch launch) {
   const Encoding& encoding = params.encoding;
+  const ElementsOf<acc_of<T>, general> elements(params);
   for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
        unit += int64_t{gridDim.y} * blockDim.x) {
     for (int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; t < params.tokens.seq;
@@ -73,16 +84,16 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
       SinCos<acc_of<T>> pair = {};
       bool made = false;
       for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
-        const auto token = token_of<source, acc_of<T>>(params, b, t);
+        const auto token = token_of<source, acc_of<T>, general>(params, b, t);
         if (!encoding.columns.encoded) {
-          store_column<T, source, false>(params, token, unit, 0);
+          store_column<T, source, false>(params, elements, token, unit, 0);
         } else if (unit == encoding.columns.pairs()) {
-          store_column<T, source, true>(params, token, encoding.columns.width - 1, 0);
+          store_column<T, source, true>(params, elements, token, encoding.columns.width - 1, 0);
         } else {
           if (!made || !params.positions.shared())
             pair = encoding_of_pair<acc_of<T>>(encoding.frequencies, encoding.precision, token.position, unit);
           made = true;
-          store_pair<T, source>(params, token, unit, pair);
+          store_pair<T, source>(params, elements, token, unit, {pair.sin * elements.scale, pair.cos * elements.scale});
         }
         if (source == Source::gathered && unit == 0 && !token.in_range) record_id(params, b, t, launch.errors);
       }
@@ -183,6 +194,34 @@ struct VectorColumns {
     return values;
   }
 
+  __device__ __forceinline__ void load(const Token<acc_t>& token, Vector<T> (&base)[kVectors]) const {
+#pragma unroll
+    for (int v = 0; v < (source == Source::none ? 0 : kVectors); ++v)
+      base[v] = load_vector<source == Source::gathered>(static_cast<const T*>(params.base) + token.base + column[v]);
+  }
+
+  template <class Elements>
+  __device__ __forceinline__ void store(const Elements& elements, const Token<acc_t>& token,
+                                        const Vector<T> (&base)[kVectors], const Values& encoding) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      acc_t values[kVector<T>];
+#pragma unroll
+      for (int c = 0; c < kVector<T>; ++c)
+        values[c] = elements.template sum<source, kEncoded>(token, to_acc(base[v].element[c]), encoding.of[v][c]);
+      elements.drop(token, column[v], values);
+      store_vector(static_cast<T*>(params.out) + token.out + column[v], values);
+    }
+  }
+
+  __device__ __forceinline__ void store_constant(const Token<acc_t>& token) const {
+    acc_t values[kVector<T>];
+#pragma unroll
+    for (int c = 0; c < kVector<T>; ++c) values[c] = token.scale;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) store_vector(static_cast<T*>(params.out) + token.out + column[v], values);
+  }
+
   // The rows first, first + step, ... of the batch. Returns whether one of them needs the fixup.
   template <int count>
   __device__ __forceinline__ bool write(int64_t first, int64_t step, int64_t t, const Values& shared) const {
@@ -195,50 +234,36 @@ struct VectorColumns {
       slow |= !tokens[i].in_range;
     }
 #pragma unroll
-    for (int i = 0; i < count; ++i)
-#pragma unroll
-      for (int v = 0; v < (source == Source::none ? 0 : kVectors); ++v)
-        base[i][v] =
-            load_vector<source == Source::gathered>(static_cast<const T*>(params.base) + tokens[i].base + column[v]);
+    for (int i = 0; i < count; ++i) load(tokens[i], base[i]);
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       if (source == Source::gathered && tokens[i].constant) {
-        acc_t values[kVector<T>];
-#pragma unroll
-        for (int c = 0; c < kVector<T>; ++c) values[c] = tokens[i].scale;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-          store_vector(static_cast<T*>(params.out) + tokens[i].out + column[v], values);
+        store_constant(tokens[i]);
         continue;
       }
       if (mode != Mode::shared && is_far(tokens[i].position)) {
         slow = true;
         continue;
       }
-      const Values encoding = mode == Mode::shared ? shared : encode(tokens[i].position);
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        acc_t values[kVector<T>];
-#pragma unroll
-        for (int c = 0; c < kVector<T>; ++c)
-          values[c] = epilogue<source, kEncoded>(to_acc(base[i][v].element[c]), encoding.of[v][c], tokens[i]);
-        store_vector(static_cast<T*>(params.out) + tokens[i].out + column[v], values);
-      }
+      store(PlainElements<acc_t>(params), tokens[i], base[i],
+            mode == Mode::shared ? shared : encode(tokens[i].position));
     }
     return slow;
   }
 
   // Out-of-range ids have their NaN already and are recorded here. Far positions are written here, by the general
   // formulas and one column at a time, because for a whole vector those would be most of the kernel.
-  __device__ __forceinline__ void fixup(int64_t t, const ErrorSink& errors) const {
+  template <class Elements>
+  __device__ __forceinline__ void fixup(const Elements& elements, int64_t t, const ErrorSink& errors) const {
     for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
-      const auto token = token_of<source, acc_t>(params, b, t);
+      const auto token = token_of<source, acc_t, Elements::kGeneral>(params, b, t);
       if (!token.in_range && unit == 0) record_id(params, b, t, errors);
       if (!is_far(token.position)) continue;
 #pragma unroll 1
-      for (int64_t k = unit * kPairs; k < (unit + 1) * kPairs; ++k)
-        store_pair<T, source>(params, token, k,
-                              encoding_of_pair<acc_t>(params.encoding.frequencies, precision, token.position, k));
+      for (int64_t k = unit * kPairs; k < (unit + 1) * kPairs; ++k) {
+        const auto pair = encoding_of_pair<acc_t>(params.encoding.frequencies, precision, token.position, k);
+        store_pair<T, source>(params, elements, token, k, {pair.sin * elements.scale, pair.cos * elements.scale});
+      }
     }
   }
 };
@@ -267,7 +292,172 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
           slow |= columns.template write<kBatchRows>(b, step, t, shared);
         for (; kBatchRows > 1 && b < batch; b += step) slow |= columns.template write<1>(b, step, t, shared);
       }
-      if (slow) columns.fixup(t, launch.errors);
+      if (slow) columns.fixup(PlainElements<acc_of<T>>(params), t, launch.errors);
+    }
+  }
+}
+
+// ---- several tokens in flight
+
+// Tokens whose ids and rows a thread asks for before it uses the first. In halves a row is two vectors.
+template <Arrangement arrangement>
+constexpr int kTokensInFlight = arrangement == Arrangement::halves ? 2 : 4;
+
+// Where a thread is on its way over its tokens: along the inner axis to its end, then on along the outer one. The
+// launcher keeps both axes short enough for 32 bits.
+template <Inner axis>
+struct Walk {
+  static constexpr bool kAlongSeq = axis == Inner::seq;
+
+  const ForwardParams& params;
+  int inner, outer;
+
+  __device__ __forceinline__ explicit Walk(const ForwardParams& call)
+      : params(call), inner(first(kAlongSeq)), outer(first(!kAlongSeq)) {
+    if (outer >= length(!kAlongSeq)) inner = length(kAlongSeq);
+  }
+
+  __device__ __forceinline__ static int first(bool seq) {
+    return static_cast<int>(seq ? blockIdx.x * blockDim.y + threadIdx.y : blockIdx.z * blockDim.z + threadIdx.z);
+  }
+  __device__ __forceinline__ static int step(bool seq) {
+    return static_cast<int>(seq ? gridDim.x * blockDim.y : gridDim.z * blockDim.z);
+  }
+  __device__ __forceinline__ int length(bool seq) const {
+    return static_cast<int>(seq ? params.tokens.seq : params.tokens.batch);
+  }
+
+  // Of the token that is `ahead` steps of the inner axis further on.
+  __device__ __forceinline__ bool has(int ahead) const { return inner + ahead * step(kAlongSeq) < length(kAlongSeq); }
+  __device__ __forceinline__ int64_t t(int ahead) const { return kAlongSeq ? inner + ahead * step(kAlongSeq) : outer; }
+  __device__ __forceinline__ int64_t at(const TokenStrides& strides) const {
+    return strides.at(kAlongSeq ? outer : inner, kAlongSeq ? inner : outer);
+  }
+  __device__ __forceinline__ int64_t step_of(const TokenStrides& strides) const {
+    return step(kAlongSeq) * (kAlongSeq ? strides.seq : strides.batch);
+  }
+
+  // Past the last token it has none.
+  __device__ __forceinline__ void advance(int count) {
+    inner += count * step(kAlongSeq);
+    if (inner < length(kAlongSeq)) return;
+    outer += step(!kAlongSeq);
+    if (outer < length(!kAlongSeq)) inner = first(kAlongSeq);
+  }
+};
+
+// An id as it lies in memory. Its sign is left for later, so that nothing waits for an int32.
+__device__ __forceinline__ int64_t load_id(const Integers& ids, int64_t number) {
+  return ids.is_int64 ? static_cast<const int64_t*>(ids.data)[number]
+                      : static_cast<int64_t>(static_cast<const uint32_t*>(ids.data)[number]);
+}
+
+// Stands for a token.constant among scales.
+constexpr uint32_t kConstantScale = 0x7FC0C057u;
+
+// The rows of `count` tokens are asked for before the first encoding is made, and the ids of the next ones before the
+// first store. Of tokens that are not there, the first id and row 0 are read, and nothing is written.
+template <class T, Source source, Arrangement arrangement, Inner inner>
+__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
+    forward_tokens(const ForwardParams params, const ForwardLaunch launch) {
+  using Thread = VectorColumns<T, source, arrangement, Mode::shared>;
+  constexpr int count = kTokensInFlight<arrangement>;
+  for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
+       unit += int64_t{gridDim.y} * blockDim.x) {
+    Walk<inner> next(params);
+    if (!next.has(0)) return;
+    int64_t ids[count] = {};
+    const auto ask_for_ids = [&] {
+      if (source != Source::gathered) return;
+      int64_t number = next.at(params.tokens.order);
+#pragma unroll
+      for (int i = 0; i < count; ++i, number += next.step_of(params.tokens.order))
+        ids[i] = load_id(params.ids, next.has(i) ? number : 0);
+    };
+    ask_for_ids();
+    const Thread columns(params, unit);
+    typename Thread::Values encoding;
+    int64_t made_for = -1;
+    bool far = false, slow = false;
+    do {
+      const Walk<inner> walk = next;
+      float scales[count];
+      Vector<T> base[count][Thread::kVectors] = {};
+      int64_t place = walk.at(params.base_strides);
+#pragma unroll
+      for (int i = 0; i < count; ++i, place += walk.step_of(params.base_strides)) {
+        const int64_t id = params.ids.is_int64 ? ids[i] : static_cast<int32_t>(ids[i]);
+        auto token = token_of<source, float>(params, 0, 0, id);
+        if (source == Source::dense) token.base = walk.has(i) ? place : 0;
+        slow |= !token.in_range;
+        scales[i] = source == Source::gathered && token.constant ? __uint_as_float(kConstantScale) : token.scale;
+        columns.load(token, base[i]);
+      }
+      next.advance(count);
+      ask_for_ids();
+      Token<float> token;
+      token.out = walk.at(params.out_strides);
+#pragma unroll
+      for (int i = 0; i < count; ++i, token.out += walk.step_of(params.out_strides)) {
+        if (!walk.has(i)) break;
+        if (Thread::kEncoded && (i == 0 || inner == Inner::seq) && walk.t(i) != made_for) {
+          made_for = walk.t(i);
+          const int64_t position = position_of(params, 0, made_for);
+          encoding = columns.encode(position);
+          far = columns.is_far(position);
+          slow |= far;
+        }
+        token.scale = scales[i];
+        if (source == Source::gathered && __float_as_uint(scales[i]) == kConstantScale) {
+          token.scale = -0.0f;
+          columns.store_constant(token);
+        } else if (!far) {
+          columns.store(PlainElements<float>(params), token, base[i], encoding);
+        }
+      }
+    } while (next.has(0));
+    if (!slow) continue;
+#pragma unroll 1
+    for (int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; t < params.tokens.seq;
+         t += int64_t{gridDim.x} * blockDim.y)
+      columns.fixup(PlainElements<float>(params), t, launch.errors);
+  }
+}
+
+// ---- dropout, padding, a scale of the encoding
+
+template <class T, Source source, Arrangement arrangement>
+__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
+    forward_general(const ForwardParams params, const ForwardLaunch launch) {
+  using Thread = VectorColumns<T, source, arrangement, Mode::shared>;
+  using acc_t = acc_of<T>;
+  const GeneralElements<acc_t> elements(params);
+  for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
+       unit += int64_t{gridDim.y} * blockDim.x) {
+    const Thread columns(params, unit);
+    for (int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; t < params.tokens.seq;
+         t += int64_t{gridDim.x} * blockDim.y) {
+      typename Thread::Values encoding;
+      bool made = false, slow = false;
+      for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
+        const auto token = token_of<source, acc_t, true>(params, b, t);
+        Vector<T> base[Thread::kVectors] = {};
+        columns.load(token, base);
+        slow |= !token.in_range || columns.is_far(token.position);
+        if (columns.is_far(token.position)) continue;
+        if (token.constant) {
+          columns.store_constant(token);
+          continue;
+        }
+        if (Thread::kEncoded && (!made || !params.positions.shared())) {
+          encoding = columns.encode(token.position);
+          for (auto& vector : encoding.of)
+            for (acc_t& value : vector) value = value * elements.scale;
+          made = true;
+        }
+        columns.store(elements, token, base, encoding);
+      }
+      if (slow) columns.fixup(elements, t, launch.errors);
     }
   }
 }

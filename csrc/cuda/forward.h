@@ -1,6 +1,8 @@
 // The forward pass: which kernel a call gets, and how it is cut up.
 #pragma once
 
+#include <optional>
+
 #include "../params.h"
 #include "backend.h"
 
@@ -20,10 +22,15 @@ enum class Mode {
   per_token_reference,  // not of fp64
 };
 
+// forward_tokens: the axis along which a thread has several tokens in flight.
+enum class Inner { batch, seq };
+
 struct KernelVariant {
   bool vectors = false;
   Arrangement arrangement = Arrangement::none;
   Mode mode = Mode::shared;
+  std::optional<Inner> in_flight;  // forward_tokens instead of forward_vectors
+  bool general = false;            // ForwardParams::general(): forward_general instead of both
 };
 
 // Compiled once for each element type, at the same time: see forward_kernels.cu.

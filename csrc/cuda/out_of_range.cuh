@@ -1,5 +1,5 @@
-// What becomes of an out-of-range index: the first one of a call is recorded for the host, which raises at its next
-// chance. No thread traps, so the CUDA context stays usable.
+// What becomes of an out-of-range index: the first one is recorded for the host, which raises at its next chance. No
+// thread traps, so the CUDA context stays usable.
 #pragma once
 
 #include "backend.h"
@@ -11,41 +11,37 @@ __device__ __forceinline__ bool in_range(int64_t index, int64_t rows) {
   return static_cast<uint64_t>(index) < static_cast<uint64_t>(rows);
 }
 
-__device__ __forceinline__ void lock(OutOfRange* record) {
-  while (atomicCAS(&record->locked, 0u, 1u) != 0u) {
-  }
-  __threadfence();
+// Whether no thread that came here with this one, in its warp, has a smaller key.
+__device__ __forceinline__ bool is_first_of_warp(unsigned long long key) {
+  const unsigned together = __activemask();
+  bool first = true;
+#pragma unroll 1
+  for (unsigned rest = together; rest != 0; rest &= rest - 1)
+    first &= key <= __shfl_sync(together, key, __ffs(static_cast<int>(rest)) - 1);
+  return first;
 }
 
-__device__ __forceinline__ void unlock(OutOfRange* record) {
-  __threadfence_system();
-  atomicExch(&record->locked, 0u);
-}
-
-// The earliest call wins, and within it the first place. Call, place and index belong together, hence the lock. It is
-// slow and only taken where something is wrong.
+// Index and rows belong to a key, hence the lock. A thread waits for it only while its key is the smallest of all, so
+// hardly ever two at a time do. The fences make the atomics of the lock acquire and release: what one thread has
+// written under the lock, the next one sees.
 __device__ __forceinline__ void record_out_of_range(const ErrorSink& errors, int64_t place, int64_t index,
                                                     int64_t rows) {
-  volatile OutOfRange* const record = errors.record;
-  // Where every id is out of range, most threads come too late. They learn it without the lock.
-  if (record->found != 0u && record->call == errors.call) {
-    __threadfence();  // the place is written before the call, and must be read after it
-    if (record->place < place) return;
-  }
-  lock(errors.record);
-  const bool first =
-      record->found == 0u || errors.call < record->call || (errors.call == record->call && place < record->place);
-  if (first) {
-    record->place = place;
+  OutOfRange* const record = errors.record;
+  const volatile unsigned long long* const first = &record->first;
+  const unsigned long long key = errors.call << kPlaceBits | static_cast<unsigned long long>(place);
+  // Where every id is out of range, most threads come too late. They learn it without an atomic.
+  if (*first <= key || !is_first_of_warp(key) || atomicMin(&record->first, key) <= key) return;
+  while (atomicCAS(&record->locked, 0u, 1u) != 0u)
+    if (*first != key) return;  // a smaller one came, and its thread writes
+  __threadfence();
+  if (*first == key) {
+    record->key = key;
     record->index = index;
     record->rows = rows;
-    __threadfence();  // a thread that looks without the lock must not see a call with the place of another
-    record->call = errors.call;
-    record->found = 1u;
+    *static_cast<volatile uint32_t*>(errors.found) = 1u;
   }
-  __threadfence_system();
-  *const_cast<volatile uint32_t*>(errors.found) = 1u;
-  unlock(errors.record);
+  __threadfence();
+  atomicExch(&record->locked, 0u);
 }
 
 }  // namespace posenc::cuda

@@ -95,8 +95,13 @@ const char* name_of(Op op) {
   return "CUDA kernels";
 }
 
-// Numbers of calls grow, and their lowest bits say which op it was.
+bool waits(Op op) { return op == Op::check || op == Op::embed_backward_sparse; }
+
+// Numbers of calls grow, and their lowest bits say which op it was. A key has both.
 constexpr int kOpBits = 3;
+
+Op op_of(unsigned long long key) { return static_cast<Op>(key >> kPlaceBits & ((1u << kOpBits) - 1)); }
+int64_t place_of(unsigned long long key) { return static_cast<int64_t>(key & ((1ull << kPlaceBits) - 1)); }
 
 uint64_t next_call(Op op) {
   static std::atomic<uint64_t> calls{0};
@@ -111,26 +116,26 @@ bool raises_at_once() {
   return asked;
 }
 
-// Waits for the device first, so that a call with many out-of-range indices is raised once, with its first one.
+// Where a call has many out-of-range indices, it must have ended: then it is raised once, with its first one.
 void raise_if_found(ErrorRecord& record, int device) {
   if (!record.found()) return;
-  if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();  // Call::finish reports what is wrong with a device
   const OutOfRange error = record.take();
-  if (error.found == 0) return;  // another thread was faster
-  const Op op = static_cast<Op>(error.call & ((1u << kOpBits) - 1));
+  if (error.key == kNoKey) return;  // another thread was faster, or it is still being written
+  const Op op = op_of(error.key);
   const char* const what = op == Op::embed   ? "its row is NaN"
                            : op == Op::check ? "nothing was written"
                                              : "it was left out";
   throw std::out_of_range(message(name_of(op), "input must hold ids in [0, ", error.rows, "), got ", error.index,
-                                  " at flat index ", error.place, ", found by a call on cuda:", device, " (", what,
-                                  "; with POSENC_EXT_SYNC_ERRORS=1 the call itself raises)"));
+                                  " at flat index ", place_of(error.key), ", found by a call on cuda:", device, " (",
+                                  what, "; with POSENC_EXT_SYNC_ERRORS=1 the call itself raises)"));
 }
 
 }  // namespace
 
 ErrorRecord::ErrorRecord(cudaStream_t stream) : stream_(stream) {
   check(cudaMalloc(&record_, sizeof(OutOfRange)), "allocating device memory");
-  check(cudaMemsetAsync(record_, 0, sizeof(OutOfRange), stream), "clearing device memory");
+  static const OutOfRange empty;
+  check(cudaMemcpyAsync(record_, &empty, sizeof(empty), cudaMemcpyHostToDevice, stream), "clearing device memory");
   check(cudaStreamSynchronize(stream), "clearing device memory");
   void* mapped = nullptr;
   check(cudaHostAlloc(&mapped, sizeof(Mapped), cudaHostAllocMapped), "allocating mapped memory");
@@ -149,12 +154,20 @@ OutOfRange ErrorRecord::take() {
 
 Device::Device(int device) : index(device) {
   const OutsideCapture outside;
-  int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index), "reading the device's size");
-  resident_threads = int64_t{processors} * 1024;  // at 64 registers a thread
+  check(cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, index), "reading the device's size");
   check(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "creating a stream");
   errors = std::make_unique<ErrorRecord>(copies_);
   checks = std::make_unique<ErrorRecord>(copies_);
+}
+
+int64_t Device::resident_blocks(const void* kernel, int threads) {
+  const std::lock_guard<std::mutex> lock(occupancy_mutex_);
+  const auto found = resident_blocks_.find(kernel);
+  if (found != resident_blocks_.end()) return found->second;
+  const OutsideCapture outside;  // the kernel may be loaded only now
+  int blocks = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0), "asking how many blocks fit");
+  return resident_blocks_[kernel] = int64_t{blocks} * processors_;
 }
 
 std::optional<Frequencies> Device::frequencies(const FrequencyTable& table, const std::function<bool()>& capturing) {
@@ -186,11 +199,16 @@ Call::Call(Op op, int device, void* stream) : op_(op), device_(device) {
   // This library's copy of the CUDA runtime follows the caller's current device only if told.
   check(cudaSetDevice(device), "selecting the device");
   launch_.stream = stream;
+  if (waits(op) && capturing())
+    throw std::runtime_error(message(name_of(op), "a call that waits for the device cannot be captured in a graph"));
   Device& state = device_of(device);
-  if (state.errors->found() && !capturing()) raise_if_found(*state.errors, device);
+  if (state.errors->found() && !capturing()) {
+    wait();
+    raise_if_found(*state.errors, device);
+  }
   if (op == Op::check) alone_ = std::unique_lock<std::mutex>(state.checks_mutex);
   record_ = op == Op::check ? state.checks.get() : state.errors.get();
-  launch_.resident_threads = state.resident_threads;
+  launch_.occupancy = &state;
   launch_.errors = record_->sink(next_call(op));
 }
 
@@ -208,11 +226,18 @@ Frequencies Call::frequencies(const FrequencyTable& table, const std::function<v
   return packed.view(memory);
 }
 
+// Not for the device: another stream of it may be under capture.
+void Call::wait() const {
+  const OutsideCapture outside;
+  check(cudaStreamSynchronize(static_cast<cudaStream_t>(launch_.stream)), "waiting for the stream");
+}
+
 int64_t Call::read(const int32_t* value) const {
+  raise_launch_error();  // else what is read was never written
   const auto stream = static_cast<cudaStream_t>(launch_.stream);
   int32_t result = 0;
   check(cudaMemcpyAsync(&result, value, sizeof(result), cudaMemcpyDeviceToHost, stream), "reading a count");
-  check(cudaStreamSynchronize(stream), "reading a count");
+  wait();
   raise_if_found(*record_, device_);
   return result;
 }
@@ -230,7 +255,7 @@ void Call::finish() const {
 
 void Call::finish_and_wait() const {
   raise_launch_error();
-  check(cudaStreamSynchronize(static_cast<cudaStream_t>(launch_.stream)), "waiting for the stream");
+  wait();
   raise_if_found(*record_, device_);
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 
 #include "../frequency.h"
 #include "backend.h"
@@ -38,19 +39,24 @@ class ErrorRecord {
 
 // Made at a device's first use and kept until the process ends, like the CUDA context it belongs to. The current device
 // of the calling thread must be this one.
-struct Device {
+struct Device final : Occupancy {
   explicit Device(int device);
   // The table in memory that is never freed, so that no kernel and no graph can lose it; nothing once that memory is
   // full, unless `capturing`.
   std::optional<Frequencies> frequencies(const FrequencyTable& table, const std::function<bool()>& capturing);
 
+  // Asked of the CUDA runtime once for each kernel, which is launched with so many threads a block at most.
+  int64_t resident_blocks(const void* kernel, int threads) override;
+
   const int index;
-  int64_t resident_threads = 0;
   std::unique_ptr<ErrorRecord> errors;  // of all calls but checks
   std::unique_ptr<ErrorRecord> checks;  // of one check at a time, which holds the mutex
   std::mutex checks_mutex;
 
  private:
+  int processors_ = 0;
+  std::mutex occupancy_mutex_;
+  std::unordered_map<const void*, int64_t> resident_blocks_;
   cudaStream_t copies_ = nullptr;
   std::mutex frequencies_mutex_;
   std::map<FrequencyKey, Frequencies> frequencies_;

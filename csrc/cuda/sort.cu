@@ -7,28 +7,37 @@
 #include "platform.cuh"
 
 namespace posenc::cuda {
+namespace {
 
-size_t sort_bytes(int64_t count, int bits) {
-  size_t sort = 0, scan = 0;
-  uint32_t* keys = nullptr;
-  int32_t* values = nullptr;
-  const int items = static_cast<int>(count);
-  check(cub::DeviceRadixSort::SortPairs(nullptr, sort, keys, keys, values, values, items, 0, bits), "sizing a sort");
-  check(cub::DeviceScan::InclusiveSum(nullptr, scan, values, values, items), "sizing a running sum");
-  return std::max(sort, scan);
+// CUB says in `bytes` what it needs where `temporary` is null. So a size and its use are the same call.
+cudaError_t sort(const SortShape& shape, void* temporary, size_t& bytes, const uint32_t* keys, uint32_t* sorted_keys,
+                 const int32_t* values, int32_t* sorted_values, void* stream) {
+  return cub::DeviceRadixSort::SortPairs(temporary, bytes, keys, sorted_keys, values, sorted_values,
+                                         static_cast<int>(shape.count), 0, shape.bits,
+                                         static_cast<cudaStream_t>(stream));
 }
 
-void sort_pairs(void* temporary, size_t bytes, const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
-                int32_t* sorted_values, int64_t count, int bits, void* stream) {
-  check(cub::DeviceRadixSort::SortPairs(temporary, bytes, keys, sorted_keys, values, sorted_values,
-                                        static_cast<int>(count), 0, bits, static_cast<cudaStream_t>(stream)),
-        "sorting the ids");
+cudaError_t scan(const SortShape& shape, void* temporary, size_t& bytes, int32_t* values, void* stream) {
+  return cub::DeviceScan::InclusiveSum(temporary, bytes, values, values, static_cast<int>(shape.count),
+                                       static_cast<cudaStream_t>(stream));
 }
 
-void running_sum(void* temporary, size_t bytes, int32_t* values, int64_t count, void* stream) {
-  check(cub::DeviceScan::InclusiveSum(temporary, bytes, values, values, static_cast<int>(count),
-                                      static_cast<cudaStream_t>(stream)),
-        "numbering the segments");
+}  // namespace
+
+size_t sort_bytes(const SortShape& shape) {
+  size_t of_sort = 0, of_scan = 0;
+  check(sort(shape, nullptr, of_sort, nullptr, nullptr, nullptr, nullptr, nullptr), "sizing a sort");
+  check(scan(shape, nullptr, of_scan, nullptr, nullptr), "sizing a running sum");
+  return std::max(of_sort, of_scan);
+}
+
+void sort_pairs(const SortShape& shape, void* temporary, size_t bytes, const uint32_t* keys, uint32_t* sorted_keys,
+                const int32_t* values, int32_t* sorted_values, void* stream) {
+  check(sort(shape, temporary, bytes, keys, sorted_keys, values, sorted_values, stream), "sorting the ids");
+}
+
+void running_sum(const SortShape& shape, void* temporary, size_t bytes, int32_t* values, void* stream) {
+  check(scan(shape, temporary, bytes, values, stream), "numbering the segments");
 }
 
 }  // namespace posenc::cuda

@@ -7,13 +7,19 @@
 
 namespace posenc::cuda {
 
+// All that the size of the temporary memory depends on.
+struct SortShape {
+  int64_t count = 0;
+  int bits = 1;  // of the keys, the lowest, that are looked at
+};
+
 // Temporary memory that either of the functions below needs.
-size_t sort_bytes(int64_t count, int bits);
+size_t sort_bytes(const SortShape& shape);
 
-// Stable, on the lowest `bits` bits of the keys.
-void sort_pairs(void* temporary, size_t bytes, const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
-                int32_t* sorted_values, int64_t count, int bits, void* stream);
+// Stable.
+void sort_pairs(const SortShape& shape, void* temporary, size_t bytes, const uint32_t* keys, uint32_t* sorted_keys,
+                const int32_t* values, int32_t* sorted_values, void* stream);
 
-void running_sum(void* temporary, size_t bytes, int32_t* values, int64_t count, void* stream);
+void running_sum(const SortShape& shape, void* temporary, size_t bytes, int32_t* values, void* stream);
 
 }  // namespace posenc::cuda

@@ -20,6 +20,7 @@ int64_t Call::read(const int32_t*) const { refuse(); }
 void Call::finish() const { refuse(); }
 void Call::finish_and_wait() const { refuse(); }
 bool Call::capturing() const { refuse(); }
+void Call::wait() const { refuse(); }
 void Call::raise_launch_error() const { refuse(); }
 void check_errors() {}
 

@@ -3,6 +3,8 @@
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
+#include <cmath>
+
 #include "../frequency.h"
 #include "../spec.h"
 #include "cuda_call.h"
@@ -28,6 +30,12 @@ struct EmbedArgs {
   ScalarType dtype = ScalarType::Float;
   int64_t first_column = 0;
   int64_t first_row = 0, total_rows = -1;  // likewise
+  // What only the general ops take.
+  int64_t padding_idx = -1, at_padding = 0;
+  double encoding_scale = 1;
+  const Tensor* encoding_scale_tensor = nullptr;
+  double dropout_p = 0;
+  const Tensor* seed = nullptr;
 };
 
 const Tensor* given(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
@@ -53,6 +61,47 @@ void check_part(const char* op, const char* first_name, int64_t first, int64_t s
   POSENC_CHECK(size <= whole, op, whole_name, " must be at least the ", size, " of this shard, got ", whole);
   POSENC_CHECK(first >= 0 && first <= whole - size, op, first_name, " must lie in [0, ", whole - size, "], got ",
                first);
+}
+
+// A tensor of one number that the kernels read.
+void check_number(const Tensor& tensor, const char* name, const Tensor& like, const char* like_name, const char* op) {
+  check_defined(tensor, op, name);
+  check_same_device(tensor, name, like, like_name, op);
+  check_storage(tensor, op, name);
+  POSENC_CHECK(tensor.numel() == 1, op, name, " must hold one number, got shape ", text(tensor.sizes()));
+}
+
+// What is done at padding and by dropout, checked.
+void set_general(ForwardParams& params, const EmbedArgs& args, const Tensor& like, const char* like_name) {
+  const char* op = args.op;
+  POSENC_CHECK(args.at_padding >= 0 && args.at_padding < kAtPaddings, op, "at_padding must lie in [0, ", kAtPaddings,
+               "), got ", args.at_padding);
+  params.at_padding = static_cast<AtPadding>(args.at_padding);
+  if (params.at_padding != AtPadding::embed) params.padding_idx = args.padding_idx;
+  params.encoding.scale = args.encoding_scale;
+  if (args.encoding_scale_tensor != nullptr) {
+    const Tensor& scale = *args.encoding_scale_tensor;
+    check_number(scale, "encoding_scale_tensor", like, like_name, op);
+    const bool fp64 = params.dtype == Dtype::float64;
+    POSENC_CHECK(scale.scalar_type() == (fp64 ? ScalarType::Double : ScalarType::Float), op,
+                 "encoding_scale_tensor must have dtype ", fp64 ? "float64" : "float32", ", got ",
+                 text(scale.scalar_type()));
+    const void* number = scale.const_data_ptr();
+    if (!like.is_cpu()) params.encoding.scale_on_device = number;
+    else params.encoding.scale *= fp64 ? *static_cast<const double*>(number) : *static_cast<const float*>(number);
+  }
+  POSENC_CHECK(args.dropout_p >= 0 && args.dropout_p <= 1, op, "dropout_p must lie in [0, 1], got ", args.dropout_p);
+  POSENC_CHECK((args.seed != nullptr) == (args.dropout_p > 0), op, "seed must be given with dropout_p, got dropout_p ",
+               args.dropout_p, args.seed ? " and a seed" : " and no seed");
+  if (args.seed == nullptr) return;
+  check_number(*args.seed, "seed", like, like_name, op);
+  POSENC_CHECK(args.seed->scalar_type() == ScalarType::Long, op, "seed must have dtype int64, got ",
+               text(args.seed->scalar_type()));
+  params.dropout.threshold = static_cast<uint32_t>(std::lround(args.dropout_p * 65536));
+  if (params.dropout.threshold == 0) return;
+  params.dropout.seed = static_cast<const int64_t*>(args.seed->const_data_ptr());
+  const double kept = 65536.0 - params.dropout.threshold;
+  params.dropout.factor = kept == 0 ? 0 : 65536 / kept;
 }
 
 // Checks everything before anything is written. Returns `out` or a new tensor; nothing where it only checks.
@@ -93,12 +142,13 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
 
   const Columns columns = args.spec.columns(d_model);
   params.encoding.precision = args.spec.precision;
+  set_general(params, args, like, like_name);
   const auto table =
       frequencies(args.spec.base, args.spec.divisor, frequency_width(args.spec.odd, d_model), columns.pairs());
 
   std::optional<Tensor> positions;
   params.positions.offset = args.offset;
-  params.positions.running = !args.positions;
+  params.positions.running = !args.positions || args.spec.positions_are_offsets;
   if (args.positions) {
     positions = *args.positions;
     params.positions.given = integers_of(*positions, op, "positions");
@@ -127,6 +177,8 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     if (!in_place) check_disjoint(*args.out, like, args.x ? "x (unless it is x)" : like_name, op);
     if (args.input) check_disjoint(*args.out, *args.input, "input", op);
     if (args.positions) check_disjoint(*args.out, *args.positions, "positions", op);
+    if (args.seed) check_disjoint(*args.out, *args.seed, "seed", op);
+    if (args.encoding_scale_tensor) check_disjoint(*args.out, *args.encoding_scale_tensor, "encoding_scale_tensor", op);
   }
 
   Tensor base = like;
@@ -147,6 +199,8 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     params.row_stride = base.stride(0);
     input = *args.input;
     params.ids = checked_ids(*input, params.rows, op);
+    POSENC_CHECK(params.at_padding == AtPadding::embed || (args.padding_idx >= 0 && args.padding_idx < params.rows), op,
+                 "at_padding needs a padding_idx in [0, ", params.rows, "), got ", args.padding_idx);
   }
   if (only_check) {
     if (like.is_cpu()) return std::nullopt;
@@ -166,6 +220,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     visit_column_blocks(columns, args.first_column, width, [&](const ColumnBlock& block) {
       params.encoding.columns = block.columns;
       params.encoding.frequencies = all.from(block.first_pair);
+      params.dropout.first_column = args.first_column + block.first;
       if (from != nullptr) params.base = from + block.first * params.column_stride * size;
       params.out = to + block.first * size;
       write();
@@ -204,34 +259,58 @@ void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, i
   run({"embed", {base, flags, "embed"}, given(positions), offset, given(out), &weight, &input}, true);
 }
 
-Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, std::optional<Tensor> frequencies,
-                     std::optional<Tensor> position_table, std::optional<Tensor> seed, int64_t offset,
-                     double token_scale, double base, int64_t flags, int64_t padding_idx, bool, bool sparse,
-                     double encoding_scale, int64_t at_padding, double dropout_p, int64_t first_row, int64_t total_rows,
-                     int64_t first_column, int64_t d_model) {
-  (void)padding_idx;
+EmbedArgs general_args(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions,
+                       const std::optional<Tensor>& frequencies, const std::optional<Tensor>& position_table,
+                       const std::optional<Tensor>& seed, const std::optional<Tensor>& encoding_scale_tensor,
+                       int64_t offset, double token_scale, double base, int64_t flags, int64_t padding_idx, bool sparse,
+                       double encoding_scale, int64_t at_padding, double dropout_p, int64_t first_row,
+                       int64_t total_rows, int64_t first_column, int64_t d_model) {
   const char* op = "embed_general";
   const auto refuse = [&](const char* argument, bool given) {
     POSENC_CHECK(!given, op, argument, " is not supported yet");
   };
   refuse("frequencies", frequencies.has_value());
   refuse("position_table", position_table.has_value());
-  refuse("encoding_scale", encoding_scale != 1);
-  refuse("at_padding", at_padding != 0);
-  refuse("dropout_p", dropout_p != 0);
-  refuse("seed", seed.has_value());
   POSENC_CHECK(!sparse || total_rows < 0, op, "sparse is not supported for a shard (total_rows ", total_rows, ")");
-  return *run({.op = op,
-               .spec = {base, flags, op},
-               .positions = given(positions),
-               .offset = offset,
-               .weight = &weight,
-               .input = &input,
-               .token_scale = token_scale,
-               .d_model = d_model,
-               .first_column = first_column,
-               .first_row = first_row,
-               .total_rows = total_rows});
+  return {.op = op,
+          .spec = {base, flags, op},
+          .positions = given(positions),
+          .offset = offset,
+          .weight = &weight,
+          .input = &input,
+          .token_scale = token_scale,
+          .d_model = d_model,
+          .first_column = first_column,
+          .first_row = first_row,
+          .total_rows = total_rows,
+          .padding_idx = padding_idx,
+          .at_padding = at_padding,
+          .encoding_scale = encoding_scale,
+          .encoding_scale_tensor = given(encoding_scale_tensor),
+          .dropout_p = dropout_p,
+          .seed = given(seed)};
+}
+
+Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, std::optional<Tensor> frequencies,
+                     std::optional<Tensor> position_table, std::optional<Tensor> seed,
+                     std::optional<Tensor> encoding_scale_tensor, int64_t offset, double token_scale, double base,
+                     int64_t flags, int64_t padding_idx, bool, bool sparse, double encoding_scale, int64_t at_padding,
+                     double dropout_p, int64_t first_row, int64_t total_rows, int64_t first_column, int64_t d_model) {
+  return *run(general_args(weight, input, positions, frequencies, position_table, seed, encoding_scale_tensor, offset,
+                           token_scale, base, flags, padding_idx, sparse, encoding_scale, at_padding, dropout_p,
+                           first_row, total_rows, first_column, d_model));
+}
+
+void embed_general_out(Tensor weight, Tensor input, std::optional<Tensor> positions, std::optional<Tensor> frequencies,
+                       std::optional<Tensor> position_table, std::optional<Tensor> seed,
+                       std::optional<Tensor> encoding_scale_tensor, int64_t offset, double token_scale, double base,
+                       int64_t flags, int64_t padding_idx, double encoding_scale, int64_t at_padding, double dropout_p,
+                       Tensor out) {
+  EmbedArgs args =
+      general_args(weight, input, positions, frequencies, position_table, seed, encoding_scale_tensor, offset,
+                   token_scale, base, flags, padding_idx, false, encoding_scale, at_padding, dropout_p, 0, -1, 0, -1);
+  args.out = &out;
+  run(args);
 }
 
 Tensor add_positional_encoding(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags) {
@@ -245,17 +324,39 @@ void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int6
   run({.op = op, .spec = {base, flags, op}, .positions = given(positions), .offset = offset, .out = &out, .x = &x});
 }
 
-Tensor add_general(Tensor x, std::optional<Tensor> positions, int64_t offset, double base, int64_t flags,
-                   double token_scale, int64_t first_column, int64_t d_model) {
+EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, const std::optional<Tensor>& seed,
+                   const std::optional<Tensor>& encoding_scale_tensor, int64_t offset, double base, int64_t flags,
+                   double token_scale, double encoding_scale, double dropout_p) {
   const char* op = "add_general";
-  return *run({.op = op,
-               .spec = {base, flags, op},
-               .positions = given(positions),
-               .offset = offset,
-               .token_scale = token_scale,
-               .x = &x,
-               .d_model = d_model,
-               .first_column = first_column});
+  return {.op = op,
+          .spec = {base, flags, op},
+          .positions = given(positions),
+          .offset = offset,
+          .token_scale = token_scale,
+          .x = &x,
+          .encoding_scale = encoding_scale,
+          .encoding_scale_tensor = given(encoding_scale_tensor),
+          .dropout_p = dropout_p,
+          .seed = given(seed)};
+}
+
+Tensor add_general(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
+                   std::optional<Tensor> encoding_scale_tensor, int64_t offset, double base, int64_t flags,
+                   double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
+  EmbedArgs args =
+      add_args(x, positions, seed, encoding_scale_tensor, offset, base, flags, token_scale, encoding_scale, dropout_p);
+  args.first_column = first_column;
+  args.d_model = d_model;
+  return *run(args);
+}
+
+void add_general_out(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
+                     std::optional<Tensor> encoding_scale_tensor, int64_t offset, double base, int64_t flags,
+                     double token_scale, double encoding_scale, double dropout_p, Tensor out) {
+  EmbedArgs args =
+      add_args(x, positions, seed, encoding_scale_tensor, offset, base, flags, token_scale, encoding_scale, dropout_p);
+  args.out = &out;
+  run(args);
 }
 
 Tensor encode(const Tensor& positions, int64_t d_model, int64_t offset, double base, int64_t flags, ScalarType dtype,
@@ -285,10 +386,12 @@ void register_kernels(Library& m) {
   m.impl("embed_out", TORCH_BOX(&embed_out));
   m.impl("check_embed", TORCH_BOX(&check_embed));
   m.impl("embed_general", TORCH_BOX(&embed_general));
+  m.impl("embed_general_out", TORCH_BOX(&embed_general_out));
   m.impl("add_positional_encoding", TORCH_BOX(&add_positional_encoding));
   m.impl("_add_positional_encoding_fwd", TORCH_BOX(&add_positional_encoding));
   m.impl("add_positional_encoding_out", TORCH_BOX(&add_positional_encoding_out));
   m.impl("add_general", TORCH_BOX(&add_general));
+  m.impl("add_general_out", TORCH_BOX(&add_general_out));
   m.impl("positional_encoding", TORCH_BOX(&positional_encoding));
   m.impl("positional_encoding_out", TORCH_BOX(&positional_encoding_out));
 }

@@ -28,7 +28,7 @@ const bool defined = [] {
   void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (void* const found = torch != nullptr ? dlsym(torch, "torch_library_set_python_module") : nullptr)
     reinterpret_cast<SetPythonModule>(found)(library, "posenc_ext.ops.fake", "`import posenc_ext` does it.");
-  const auto define = [&](const std::string& name, const char* arguments) {
+  const auto define = [&](const std::string& name, const std::string& arguments) {
     TORCH_ERROR_CODE_CHECK(aoti_torch_library_def(library, (name + arguments).c_str()));
   };
   define(
@@ -45,12 +45,15 @@ const bool defined = [] {
          "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? out=None) "
          "-> ()");
   // Tensors are not keyword-only, since torch cannot differentiate those. 1052672: the flags of "vaswani".
+  const std::string embed_general =
+      "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
+      "Tensor? seed=None, Tensor? encoding_scale_tensor=None, *, SymInt offset=0, float token_scale=1.0, float "
+      "base=10000.0, int flags=1052672, int padding_idx=-1, ";
+  const std::string elements = "float encoding_scale=1.0, int at_padding=0, float dropout_p=0.0, ";
   define("embed_general",
-         "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
-         "Tensor? seed=None, *, SymInt offset=0, float token_scale=1.0, float base=10000.0, int flags=1052672, int "
-         "padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False, float encoding_scale=1.0, int "
-         "at_padding=0, float dropout_p=0.0, SymInt first_row=0, SymInt total_rows=-1, SymInt first_column=0, SymInt "
-         "d_model=-1) -> Tensor");
+         embed_general + "bool scale_grad_by_freq=False, bool sparse=False, " + elements +
+             "SymInt first_row=0, SymInt total_rows=-1, SymInt first_column=0, SymInt d_model=-1) -> Tensor");
+  define("embed_general_out", embed_general + elements + "Tensor(a!) out) -> ()");
   for (const char* name : {"embed_backward", "_embed_bwd"})
     define(name,
            "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool "
@@ -63,9 +66,13 @@ const bool defined = [] {
     define(name, "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor");
   define("add_positional_encoding_out",
          "(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
-  define("add_general",
-         "(Tensor x, Tensor? positions=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float "
-         "token_scale=1.0, SymInt first_column=0, SymInt d_model=-1) -> Tensor");
+  const std::string add_general =
+      "(Tensor x, Tensor? positions=None, Tensor? seed=None, Tensor? encoding_scale_tensor=None, *, SymInt offset=0, "
+      "float base=10000.0, int flags=1052672, float token_scale=1.0, ";
+  define("add_general", add_general +
+                            "SymInt first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0) "
+                            "-> Tensor");
+  define("add_general_out", add_general + "float encoding_scale=1.0, float dropout_p=0.0, Tensor(a!) out) -> ()");
   define("positional_encoding",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
   define("positional_encoding_out",

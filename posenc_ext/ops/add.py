@@ -10,7 +10,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from posenc_ext.conventions import Spec
-from posenc_ext.ops import compose, shard
+from posenc_ext.ops import compose, elements, shard
 from posenc_ext.ops.call import INT64, LEAST, by_name, check_offset, offset_error
 from posenc_ext.ops.compose import transforms_active
 from posenc_ext.ops.tracing import (
@@ -39,6 +39,7 @@ def run(
     token_scale: float = 1.0,
     first_column: int = 0,
     d_model: int = -1,
+    further: dict[str, Any] | None = None,
 ) -> Tensor:
     """token_scale * x + encoding(positions + offset), differentiably.
 
@@ -47,6 +48,7 @@ def run(
         positions: of the shape of the tokens, or None for the running index.
         offset, spec, token_scale: as in the ops.
         first_column, d_model: x is a shard, columns first_column, ... of d_model; -1: it is the whole.
+        further: arguments of `add_general`: encoding_scale, dropout_p, seed, ...
     """
     if (
         dynamo_compiling()
@@ -55,13 +57,13 @@ def run(
         or type(x) not in PLAIN
         or (positions is not None and type(positions) is not Tensor)
     ):
-        return _run_traced(x, positions, offset, spec, token_scale, first_column, d_model)
+        return _run_traced(x, positions, offset, spec, token_scale, first_column, d_model, further or {})
     if not LEAST <= offset < INT64:
         raise offset_error("add_positional_encoding", offset)
     if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
-        return compose.add(x, positions, offset, spec, token_scale, first_column, d_model)
-    if token_scale != 1 or d_model >= 0:
-        return _run_general(x, positions, offset, spec, token_scale, first_column, d_model)
+        return compose.add(x, positions, offset, spec, token_scale, first_column, d_model, **(further or {}))
+    if further is not None or token_scale != 1 or d_model >= 0:
+        return _run_general(x, positions, offset, spec, token_scale, first_column, d_model, further or {})
     if _grad_enabled() and x.requires_grad:
         return _apply(x, positions, offset, *spec)
     result: Tensor = _add_fwd(x, positions, offset, *spec)
@@ -76,16 +78,17 @@ def _run_traced(
     token_scale: float,
     first_column: int,
     d_model: int,
+    further: dict[str, Any],
 ) -> Tensor:
     """As `embed._run_traced`."""
     if is_dtensor(x):
-        return shard.add(run, x, positions, offset, spec, token_scale)
+        return shard.add(run, x, positions, offset, spec, token_scale, further)
     if not _is_compiling():
         check_offset("add_positional_encoding", offset)
     if compose.needed():
-        return compose.add(x, positions, offset, spec, token_scale, first_column, d_model)
-    if token_scale != 1 or d_model >= 0:
-        return _run_general(x, positions, offset, spec, token_scale, first_column, d_model)
+        return compose.add(x, positions, offset, spec, token_scale, first_column, d_model, **further)
+    if further or token_scale != 1 or d_model >= 0:
+        return _run_general(x, positions, offset, spec, token_scale, first_column, d_model, further)
     raw = dynamo_compiling() and not (_grad_enabled() and x.requires_grad) and not _is_exporting()
     result: Tensor = (_add_fwd if raw else decomposed(_add))(x, positions, offset, *spec)
     return result
@@ -99,9 +102,10 @@ def _run_general(
     token_scale: float,
     first_column: int,
     d_model: int,
+    further: dict[str, Any],
 ) -> Tensor:
     base, flags = spec
-    part = {"first_column": first_column, "d_model": d_model}
+    part = {"first_column": first_column, "d_model": d_model, **further}
     result: Tensor = decomposed(_add_general)(
         x, positions, offset=offset, base=base, flags=flags, token_scale=token_scale, **part
     )
@@ -122,14 +126,15 @@ _apply: Callable[..., Tensor] = _Add.apply
 torch.library.register_autograd("posenc_ext::add_positional_encoding", _Add.backward)
 
 
-def _save_scale(
+def _save_general(
     ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any] | None = None
 ) -> None:
-    ctx.token_scale = by_name(_add_general, inputs, keyword_only_inputs or {})["token_scale"]
+    elements.save(ctx, by_name(_add_general, inputs, keyword_only_inputs or {}))
 
 
 def _add_general_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return grad * ctx.token_scale, None
+    of_sum, _, of_scale = elements.gradients(ctx, grad)
+    return of_sum * ctx.elements["token_scale"], None, None, of_scale
 
 
-torch.library.register_autograd("posenc_ext::add_general", _add_general_formula, setup_context=_save_scale)
+torch.library.register_autograd("posenc_ext::add_general", _add_general_formula, setup_context=_save_general)

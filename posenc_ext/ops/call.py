@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from posenc_ext.conventions import NO_ENCODING
+from posenc_ext.conventions import NO_ENCODING, OFFSETS
 
 INT64 = 2**63
 LEAST = -INT64
@@ -68,15 +68,17 @@ def resolve_offset(
     first_position: int,
     device: torch.device,
     op: str,
-) -> tuple[int, Tensor | None]:
+) -> tuple[int, Tensor | None, int]:
     """An offset that is not an int: as one, or, where it is a tensor, 0 and positions that hold it.
+
+    Returns the offset, the positions, and what is to be added to flags: `OFFSETS` where the positions are the offsets.
 
     Args:
         offset: an integer, or an integer tensor: 0-d, or one number for each row of the batch.
         positions: as in `embed`; None for the index along the sequence, from `first_position`.
         token_shape, batch_first, op: as in `broadcast_positions`.
         first_position: of the convention.
-        device: where positions are made.
+        device: of the tokens. An offset may also be 0-d and on the CPU.
 
     Raises:
         TypeError: another type.
@@ -84,9 +86,9 @@ def resolve_offset(
     """
     if not isinstance(offset, Tensor):
         if isinstance(offset, torch.SymInt):
-            return offset, positions  # type: ignore[return-value]  # an int, while a program is traced
+            return offset, positions, 0  # type: ignore[return-value]  # an int, while a program is traced
         try:
-            return operator.index(offset), positions
+            return operator.index(offset), positions, 0
         except TypeError:
             text = f"offset must be an int or an integer tensor, got {offset!r}"
             raise TypeError(f"posenc_ext::{op}: {text}") from None
@@ -97,13 +99,26 @@ def resolve_offset(
             f"posenc_ext::{op}: offset must be 0-d or hold one number for each row of the batch {list(batch_shape)}, "
             f"got shape {list(offset.shape)}"
         )
+    if offset.device != device:
+        if offset.dim() or offset.device.type != "cpu":
+            raise ValueError(
+                f"posenc_ext::{op}: offset must be on the device of the tokens ({device}), got {offset.device}"
+            )
+        offset = torch.zeros((), dtype=torch.int64, device=device) + offset  # by value: nothing waits
+    if token_shape:
+        offset = offset.unsqueeze(-1 if batch_first else 0)
     if positions is None:
-        length = token_shape[-1 if batch_first else 0] if token_shape else 1
-        positions = torch.arange(first_position, first_position + length, 1, device=device)  # 1: core ATen has no other
-    if not token_shape:
-        return 0, positions.reshape(()) + offset
-    positions = broadcast_positions(positions, token_shape, batch_first, op)
-    return 0, positions.long() + offset.unsqueeze(-1 if batch_first else 0)
+        return first_position, offset.expand(token_shape), OFFSETS
+    return 0, broadcast_positions(positions, token_shape, batch_first, op).long() + offset, 0
+
+
+def with_running_index(positions: Tensor, batch_first: bool) -> Tensor:
+    """Offsets of the shape of the tokens, and the index along the sequence added to them."""
+    if positions.dim() == 0:
+        return positions
+    axis = -1 if batch_first else 0
+    index = torch.arange(0, positions.shape[axis], 1, device=positions.device)  # 1: core ATen has no other
+    return positions.long() + (index if batch_first else index.reshape([-1] + [1] * (positions.dim() - 1)))
 
 
 def check_integer(op: str, argument: str, tensor: Tensor) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from posenc_ext.conventions import NO_ENCODING, SEQUENCE_FIRST, Spec
-from posenc_ext.ops.call import EmbedCall, GradientCall
+from posenc_ext.conventions import AT_PADDING, NO_ENCODING, OFFSETS, SEQUENCE_FIRST, Spec
+from posenc_ext.ops.call import EmbedCall, GradientCall, with_running_index
 
 transforms_active = torch._C._are_functorch_transforms_active
 
@@ -21,7 +21,14 @@ def needed() -> bool:
 
 
 def embed(
-    call: EmbedCall, first_row: int = 0, total_rows: int = -1, first_column: int = 0, d_model: int = -1
+    call: EmbedCall,
+    first_row: int = 0,
+    total_rows: int = -1,
+    first_column: int = 0,
+    d_model: int = -1,
+    encoding_scale: float = 1.0,
+    encoding_scale_tensor: Tensor | None = None,
+    at_padding: int = 0,
 ) -> Tensor:
     """As `ops.embed.run`; the other arguments as in the op `embed_general`."""
     weight, input = call.weight, call.input
@@ -42,7 +49,20 @@ def embed(
     if spec != NO_ENCODING:
         whole = weight.shape[1] if d_model < 0 else d_model
         encoding = _encoding(input.shape, whole, call.positions, call.offset, spec, wide, weight.device)
-        scaled = scaled + encoding[..., first_column : first_column + weight.shape[1]]
+        encoding = _scaled(
+            encoding[..., first_column : first_column + weight.shape[1]], encoding_scale, encoding_scale_tensor
+        )
+        if at_padding != AT_PADDING["embed"]:
+            padding = (input == call.padding_idx).unsqueeze(-1)
+            if at_padding != AT_PADDING["no_encoding"]:
+                scaled = scaled.masked_fill(padding, -0.0)  # x + -0 is x, also where x is -0
+            if at_padding != AT_PADDING["no_embedding"]:
+                encoding = torch.where(padding, -0.0, encoding)
+            scaled = scaled + encoding
+            if at_padding == AT_PADDING["zeros"]:
+                scaled = scaled.masked_fill(padding, 0.0)
+        else:
+            scaled = scaled + encoding
     result = scaled.to(weight.dtype)
     return result if elsewhere is None else result.masked_fill(elsewhere.unsqueeze(-1), -0.0)
 
@@ -68,13 +88,21 @@ def add(
     token_scale: float = 1.0,
     first_column: int = 0,
     d_model: int = -1,
+    encoding_scale: float = 1.0,
+    encoding_scale_tensor: Tensor | None = None,
 ) -> Tensor:
     """As `ops.add.run`."""
     wide, width = _wide(x.dtype), x.shape[-1]
     whole = width if d_model < 0 else d_model
     encoding = _encoding(x.shape[:-1], whole, positions, offset, spec, wide, x.device)
-    encoding = encoding[..., first_column : first_column + width]
+    encoding = _scaled(encoding[..., first_column : first_column + width], encoding_scale, encoding_scale_tensor)
     return (x.to(wide) * token_scale + encoding).to(x.dtype)
+
+
+def _scaled(encoding: Tensor, number: float, tensor: Tensor | None) -> Tensor:
+    if number != 1:
+        encoding = encoding * number
+    return encoding if tensor is None else encoding * tensor.reshape(())
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -91,8 +119,10 @@ def _encoding(
     device: torch.device,
 ) -> Tensor:
     """The encoding of a batch of tokens, broadcastable to it."""
+    batch_first, rank = not spec.flags & SEQUENCE_FIRST, len(token_shape)
+    if positions is not None and spec.flags & OFFSETS:
+        positions, spec = with_running_index(positions, batch_first), Spec(spec.base, spec.flags & ~OFFSETS)
     if positions is None:
-        batch_first, rank = not spec.flags & SEQUENCE_FIRST, len(token_shape)
         length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
         positions = torch.arange(length, device=device)
         positions = positions.reshape([length] + [1] * (0 if batch_first else rank - 1)) if rank else positions[0]

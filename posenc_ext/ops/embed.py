@@ -10,7 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from posenc_ext.ops import compose, shard
+from posenc_ext.ops import compose, elements, shard
 from posenc_ext.ops.call import INT64, LEAST, EmbedCall, GradientCall, by_name, check_offset, offset_error
 from posenc_ext.ops.compose import transforms_active
 from posenc_ext.ops.tracing import (
@@ -85,7 +85,6 @@ def _run_general(call: EmbedCall, general: dict[str, Any]) -> Tensor:
 
 
 def _save(ctx: Any, call: EmbedCall) -> None:
-    ctx.save_for_backward(call.input)
     ctx.gradient_options = (call.weight.shape[0], call.token_scale, call.padding_idx, call.scale_grad_by_freq)
     ctx.sparse = call.sparse
 
@@ -95,13 +94,14 @@ class _Embed(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Any:
         result = _embed_fwd(*args[:_FORWARD])
         call = EmbedCall(*args)
+        ctx.save_for_backward(call.input)
         _save(ctx, call)
         ctx.leaf = weakref.ref(call.weight) if call.sparse and call.weight.is_leaf else None
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _weight_gradient(ctx, grad)
+        gradient = _weight_gradient(ctx, grad, *ctx.saved_tensors)
         if ctx.leaf is not None:
             _keep_coalesced(ctx.leaf, gradient)
         return (gradient, *(None,) * (len(EmbedCall._fields) - 1))
@@ -135,14 +135,12 @@ def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None
         torch.autograd.Variable._execution_engine.queue_callback(hook.remove)
 
 
-def _weight_gradient(ctx: Any, grad: Tensor) -> Tensor:
-    (input,) = ctx.saved_tensors
+def _weight_gradient(ctx: Any, grad: Tensor, input: Tensor) -> Tensor:
     return _gradient(GradientCall(grad, input, *ctx.gradient_options), ctx.sparse)
 
 
-def _gradient_of_shard(ctx: Any, grad: Tensor) -> Tensor:
+def _gradient_of_shard(ctx: Any, grad: Tensor, input: Tensor) -> Tensor:
     """That of the rows from ctx.first_row on. Tokens of other rows add to one row more, which is cut off."""
-    (input,) = ctx.saved_tensors
     rows, token_scale, padding_idx, scale_grad_by_freq = ctx.gradient_options
     if grad.shape[-1] == 0:
         return grad.new_zeros((rows, 0))
@@ -179,12 +177,20 @@ def _register_embed(op: Any) -> None:
     ) -> None:
         given = by_name(op, inputs, keyword_only_inputs or {})
         _save(ctx, EmbedCall(**{name: given[name] for name in EmbedCall._fields}))
+        if "seed" in given:
+            elements.save(ctx, given, given["input"])
+        else:
+            ctx.save_for_backward(given["input"])
         ctx.first_row = given.get("first_row", 0)
         whole = given.get("total_rows", -1) < 0 and given.get("d_model", -1) < 0
         ctx.weight_gradient = _weight_gradient if whole else _gradient_of_shard
 
     def formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (ctx.weight_gradient(ctx, grad), *(None,) * (len(positional) - 1))
+        if op is _embed:
+            return (ctx.weight_gradient(ctx, grad, *ctx.saved_tensors), *(None,) * (len(positional) - 1))
+        of_sum, input, of_scale = elements.gradients(ctx, grad)
+        of_weight = ctx.weight_gradient(ctx, of_sum, input) if ctx.needs_input_grad[0] else None
+        return (of_weight, *(None,) * (len(positional) - 2), of_scale)
 
     torch.library.register_autograd(op.name(), formula, setup_context=setup)
 

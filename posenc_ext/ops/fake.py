@@ -182,12 +182,12 @@ def _register(name: str, op: str, check: Callable[..., Any]) -> None:
 # The names in messages are those of the public ops.
 for _op, _check, *_names in (
     ("embed", _embed, "embed", "_embed_fwd", "embed_out", "check_embed"),
-    ("embed_general", _embed, "embed_general"),
+    ("embed_general", _embed, "embed_general", "embed_general_out"),
     ("embed_backward", _gradient, "embed_backward", "_embed_bwd"),
     ("embed_backward_sparse", _gradient, "embed_backward_sparse", "_embed_bwd_sparse"),
     ("add_positional_encoding", _add, "add_positional_encoding", "_add_positional_encoding_fwd"),
     ("add_positional_encoding", _add, "add_positional_encoding_out"),
-    ("add_general", _add, "add_general"),
+    ("add_general", _add, "add_general", "add_general_out"),
     ("positional_encoding", _encode, "positional_encoding", "positional_encoding_out"),
 ):
     for _name in _names:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from posenc_ext.conventions import SEQUENCE_FIRST, Spec
+from posenc_ext.conventions import OFFSETS, SEQUENCE_FIRST, Spec
 from posenc_ext.ops.call import EmbedCall
 from posenc_ext.ops.tracing import PLAIN
 from posenc_ext.plain import is_dtensor
@@ -45,7 +45,8 @@ def embed(run: Callable[..., Tensor], call: EmbedCall, general: Mapping[str, Any
     weight = cast("DTensor", call.weight)
     if not is_dtensor(weight):
         raise ValueError("posenc_ext::embed: weight must be a DTensor where input is one, got a Tensor")
-    refuse("embed", weight, scale_grad_by_freq=call.scale_grad_by_freq, sparse=call.sparse)
+    of_scale = general.get("encoding_scale_tensor")
+    refuse("embed", weight, scale_grad_by_freq=call.scale_grad_by_freq, sparse=call.sparse, encoding_scale=of_scale)
     mesh = weight.device_mesh
     _check_placements("embed", "weight", weight)
     input = _on_mesh("embed", "input", call.input, mesh)
@@ -76,11 +77,18 @@ def embed(run: Callable[..., Tensor], call: EmbedCall, general: Mapping[str, Any
 
 
 def add(
-    run: Callable[..., Tensor], x: Tensor, positions: Tensor | None, offset: int, spec: Spec, token_scale: float
+    run: Callable[..., Tensor],
+    x: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    spec: Spec,
+    token_scale: float,
+    further: Mapping[str, Any],
 ) -> Tensor:
-    """`run(x, positions, offset, spec, token_scale)` for an x that is a DTensor; so is the result."""
+    """`run` with these arguments for an x that is a DTensor; so is the result."""
     from torch.distributed.tensor import Replicate
 
+    refuse("add_positional_encoding", x, encoding_scale=further.get("encoding_scale_tensor"))
     whole = cast("DTensor", x)
     if any(placement.is_partial() for placement in whole.placements):
         whole = whole.redistribute(placements=[Replicate() if p.is_partial() else p for p in whole.placements])
@@ -95,6 +103,7 @@ def add(
         token_scale,
         _starts(whole.shape, mesh, whole.placements)[-1],
         width,
+        dict(further),
     )
     return _dtensor(result, mesh, whole.placements, whole.shape)
 
@@ -140,7 +149,7 @@ def _local_offset(
     placements: tuple[Placement, ...],
 ) -> int:
     """The running index of a shard begins where it does along the sequence."""
-    if positions is not None or not token_shape:
+    if (positions is not None and not flags & OFFSETS) or not token_shape:
         return offset
     return offset + _starts(token_shape, mesh, placements)[0 if flags & SEQUENCE_FIRST else -1]
 

@@ -250,6 +250,7 @@ void check_dense(const BackwardCase& what) {
   const Scratch scratch(tensors, false);
   const Device device(what.resident_threads, 9);
   cuda::backward(tensors.tokens, params, scratch.layout, device.launch);
+  device.wait();
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", dense: element " + std::to_string(at) + " differs");
   expect_record(what, tensors, device);
@@ -271,11 +272,13 @@ void check_sparse(const BackwardCase& what) {
   const Scratch scratch(tensors, true);
   const Device device(what.resident_threads, 9);
   cuda::number_segments(tensors.tokens, scratch.layout, device.launch);
+  device.wait();
   const int64_t counted = what.tokens == 0 ? 0 : scratch.layout.segment_counts[what.tokens - 1];
   expect(counted == segments, what.text() + ", sparse: number of segments " + std::to_string(counted));
   if (counted != segments) return;
   Buffer<int64_t> rows(segments);
   cuda::backward_of_segments(tensors.tokens, params, scratch.layout, rows.data(), device.launch);
+  device.wait();
   expect(std::equal(rows.data(), rows.data() + segments, tensors.segment_rows.begin()), what.text() + ", sparse: rows");
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", sparse: element " + std::to_string(at) + " differs");

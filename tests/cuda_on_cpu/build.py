@@ -10,6 +10,8 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -26,23 +28,48 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
 
-# Files of csrc/cuda that need a GPU: they call the CUDA runtime or CUB.
-NOT_KERNELS = {"runtime.cu", "sort.cu"}
+# Of csrc/cuda: what the checks of the kernels do without.
+NOT_KERNELS = {"runtime.cu"}
 # Compiled once for each element type, as in setup.py.
 FORWARD_KERNELS = "forward_kernels.cu"
+# TSan knows some thousand threads at a time, and is slow at them: `checks --few` asks for these kernels alone.
+TSAN_TYPES = ("float32", "bfloat16")
+
+# Of every file that the shim is included in. Compiled beforehand, since they take longer than most of those files.
+SHIM_HEADERS = [
+    "cuda_shim.h",
+    "cuda_bf16.h",
+    "cuda_fp16.h",
+    "functional",
+    "map",
+    "mutex",
+    "sstream",
+    "string",
+    "thread",
+]
 
 SANITIZERS = {
     "plain": [],
+    # Every access to memory calls access_checks.cpp.
+    "watched": [
+        "-fsanitize=kernel-address",
+        "--param",
+        "asan-instrumentation-with-call-threshold=0",
+        "--param",
+        "asan-stack=0",
+        "--param",
+        "asan-globals=0",
+        "-U__SANITIZE_ADDRESS__",
+    ],
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread", "--param", "tsan-distinguish-volatile=1"],
 }
 # -O1 and little debug information, because compiling takes longer than running.
 HOST_FLAGS = ["-x", "c++", "-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-strict-aliasing"]
-# The shim is included before every file, as nvcc includes its own headers. The warnings turned off are about NVIDIA's
-# headers and pragmas.
-SHIM_FLAGS = ["-include", "cuda_shim.h", "-DPOSENC_CUDA_ON_CPU", "-Wall", "-Werror", "-Wno-unknown-pragmas",
+# The warnings turned off are about NVIDIA's headers and pragmas.
+SHIM_FLAGS = ["-DPOSENC_CUDA_ON_CPU", "-Wall", "-Werror", "-Wno-unknown-pragmas",
               "-Wno-class-memaccess", "-Wno-maybe-uninitialized", "-Wno-unused-variable"]  # fmt: skip
-NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-ptx"]
+NVCC_FLAGS = json.loads((CSRC / "cuda/nvcc_flags.json").read_text()) if CSRC.exists() else []
 
 
 class BuildError(Exception):
@@ -78,6 +105,17 @@ def cuda_include() -> Path:
     if not top:
         raise BuildError(f"nvcc --dryrun does not say where it is:\n{report}")
     return Path(top[1].strip()) / "include"
+
+
+@functools.cache
+def torch_flags() -> tuple[str, ...]:
+    """For what is written against torch's stable ABI, as setup.py compiles it."""
+    setup = (ROOT / "setup.py").read_text()
+    target = re.search(r'^TORCH_TARGET = "(\w+)"', setup, re.M)
+    package = importlib.util.find_spec("torch")
+    if not target or not package or not package.origin:
+        raise BuildError("no torch, or no TORCH_TARGET in setup.py")
+    return (f"-DTORCH_TARGET_VERSION={target[1]}", "-isystem", str(Path(package.origin).parent / "include"))
 
 
 @functools.cache
@@ -119,6 +157,10 @@ def kernel_units(csrc: Path = CSRC, dtypes: Sequence[str] | None = None) -> list
     return forward + [Unit(path) for path in sources if path.name != FORWARD_KERNELS]
 
 
+def includes(csrc: Path = CSRC) -> list[str | Path]:
+    return [f"-I{HERE}", f"-I{csrc}", "-isystem", cuda_include()]
+
+
 class Builder:
     """Builds objects and programs in one folder, several at a time."""
 
@@ -128,6 +170,7 @@ class Builder:
         self.made: dict[str, futures.Future[Path]] = {}
         self.lock = threading.Lock()
         self.pool = futures.ThreadPoolExecutor(self.workers)
+        self.linkers = futures.ThreadPoolExecutor(self.workers)  # that wait for the objects of the other pool
 
     def later(self, key: str, make: Callable[[], Path]) -> futures.Future[Path]:
         """The result of `make`, which a worker runs once for each key."""
@@ -136,8 +179,13 @@ class Builder:
                 self.made[key] = self.pool.submit(make)
             return self.made[key]
 
+    def ahead(self, program: Callable[[], Path]) -> futures.Future[Path]:
+        """A program that will be wanted."""
+        return self.linkers.submit(program)
+
     def close(self) -> None:
         """Cancel the jobs that have not started."""
+        self.linkers.shutdown(wait=False, cancel_futures=True)
         self.pool.shutdown(cancel_futures=True)
 
     def prefetch(self, *wanted: Callable[[], object]) -> None:
@@ -150,13 +198,21 @@ class Builder:
 
         threading.Thread(target=ask, daemon=True).start()
 
-    def object(self, source: Path, flags: Iterable[str | Path], text: str | None = None) -> futures.Future[Path]:
-        """The object of a source file. If `text` is given, the file is written first."""
+    def object(
+        self,
+        source: Path,
+        flags: Iterable[str | Path],
+        text: str | None = None,
+        after: futures.Future[Path] | None = None,
+    ) -> futures.Future[Path]:
+        """The object of a source file. If `text` is given, the file is written first; `after`: asked for before it."""
         command = [gxx() or "g++", *HOST_FLAGS, *map(str, flags), "-c", str(source)]
         key = hashlib.sha256("\0".join(command).encode()).hexdigest()[:20]
         target = self.folder / f"{source.stem}-{key}.o"
 
         def make() -> Path:
+            if after is not None:
+                after.result()  # began before this one
             if text is not None:
                 source.write_text(text)
             compile_or_raise([*command, "-o", target])
@@ -168,24 +224,71 @@ class Builder:
 
     def host_objects(self) -> list[futures.Future[Path]]:
         """The checks, and the CPU backend that they compare the kernels with."""
-        reference = [*sorted((CSRC / "cpu").rglob("*.cpp")), CSRC / "frequency.cpp", CSRC / "segments.cpp"]
-        checks = [
-            HERE / name for name in ("checks.cpp", "forward_checks.cpp", "backward_checks.cpp", "sort_on_cpu.cpp")
-        ]
-        include = [f"-I{HERE}", f"-I{CSRC}"]
-        # The slowest first.
-        return [self.object(path, include) for path in [*reference, *checks]]
+        checks = [HERE / name for name in ("checks.cpp", "forward_checks.cpp", "backward_checks.cpp")]
+        return [*self.reference_objects(), *[self.object(path, includes()) for path in checks]]
+
+    def reference_objects(self) -> list[futures.Future[Path]]:
+        """The CPU backend, and the runtime."""
+        shared = [CSRC / name for name in ("frequency.cpp", "segments.cpp", "errors.cpp")]
+        reference = [*sorted((CSRC / "cpu").rglob("*.cpp")), *shared]
+        return [*[self.object(path, includes()) for path in reference], self.runtime_object()]  # the slowest first
+
+    def runtime_object(self) -> futures.Future[Path]:
+        """The CUDA runtime without a device."""
+        return self.object(HERE / "fake_cuda.cpp", includes())
 
     # -- kernels from their source
 
     def shim_object(self, unit: Unit, mode: str, csrc: Path = CSRC, from_ptx: bool = False) -> Any:
-        include = [f"-I{HERE}", f"-I{csrc}", "-isystem", cuda_include()]
         only_declared = ["-DPOSENC_KERNELS_FROM_PTX"] if from_ptx else []
-        flags = [*SHIM_FLAGS, *fma_flags(), *SANITIZERS[mode], *only_declared, *unit.flags, *include]
-        return self.object(unit.path, flags)
+        header = self.shim_header(mode)
+        flags = [*SHIM_FLAGS, *fma_flags(), *SANITIZERS[mode], *only_declared, *unit.flags, *includes(csrc)]
+        return self.object(unit.path, ["-include", self.folder / f"shim-{mode}.h", *flags], after=header)
+
+    def shim_header(self, mode: str) -> futures.Future[Path]:
+        """The headers before every file, compiled. g++ takes them for the header that they are named after."""
+        header = self.folder / f"shim-{mode}.h"
+        target = header.with_suffix(".h.gch")
+        flags = [*HOST_FLAGS, "-x", "c++-header", *SHIM_FLAGS, *fma_flags(), *SANITIZERS[mode], *includes()]
+
+        def make() -> Path:
+            header.write_text("".join(f"#include <{name}>\n" for name in SHIM_HEADERS))
+            compile_or_raise([gxx() or "g++", *flags, "-c", header, "-o", target])
+            return target
+
+        return self.later(f"header {mode}", make)
 
     def kernels_from_source(self, mode: str, units: Sequence[Unit] | None = None) -> list[Any]:
         return [self.shim_object(unit, mode) for unit in units or kernel_units()]
+
+    # -- the host half
+
+    def host_units(self) -> list[Unit]:
+        """Of csrc: all that runs on the host around the kernels, and the kernels of one element type."""
+        return [*kernel_units(dtypes=("float32",)), Unit(CSRC / "cuda/runtime.cu"),
+                *[Unit(path) for path in sorted((CSRC / "torch").glob("*.cpp"))]]  # fmt: skip
+
+    def host_unit(self, unit: Unit, csrc: Path = CSRC) -> futures.Future[Path]:
+        unit = unit._replace(path=csrc / unit.path.relative_to(CSRC))
+        if unit.path.suffix == ".cu":
+            return self.shim_object(unit, "watched", csrc)
+        return self.object(unit.path, [*SANITIZERS["watched"], *torch_flags(), *includes(csrc)])
+
+    def host_check_objects(self) -> list[Any]:
+        """The checks, torch's stand-in, and what they share with other programs."""
+        with_torch = [HERE / name for name in ("host_checks.cpp", "fake_torch.cpp")]
+        return [*[self.object(path, [*torch_flags(), *includes()]) for path in with_torch],
+                self.shim_object(Unit(HERE / "access_checks.cpp"), "plain"), *self.reference_objects()]  # fmt: skip
+
+    def host_program(self, name: str = "host", units: Sequence[Any] | None = None) -> Path:
+        objects = units or [self.host_unit(unit) for unit in self.host_units()]
+        return self.link(name, [*objects, *self.host_check_objects()], "plain", partial=True)
+
+    def contention_program(self, csrc: Path = CSRC, name: str = "contention") -> Path:
+        """Threads that take turns at every access to memory."""
+        objects = [self.shim_object(Unit(HERE / "contention_checks.cpp"), "watched", csrc),
+                   self.shim_object(Unit(HERE / "access_checks.cpp"), "plain"), self.runtime_object()]  # fmt: skip
+        return self.link(name, objects, "plain", partial=True)
 
     # -- kernels from PTX
 
@@ -193,7 +296,7 @@ class Builder:
         target = self.folder / f"{unit.name}-{arch}.ptx"
 
         def make() -> Path:
-            compile_or_raise([nvcc() or "nvcc", *NVCC_FLAGS, f"-arch=compute_{arch}", f"-I{CSRC}", f"-I{HERE}",
+            compile_or_raise([nvcc() or "nvcc", *NVCC_FLAGS, "-ptx", f"-arch=compute_{arch}", f"-I{CSRC}", f"-I{HERE}",
                               *unit.flags, unit.path, "-o", target])  # fmt: skip
             return target
 
@@ -229,6 +332,7 @@ class Builder:
         if target.exists():
             return target
         flags = ["-no-pie", "-Wl,--unresolved-symbols=ignore-in-object-files"] if partial else []
+        flags += ["-rdynamic"]  # torch's getter of streams is looked up by name
         paths = [part if isinstance(part, Path) else part.result() for part in objects]
         compile_or_raise([gxx() or "g++", *SANITIZERS[mode], *flags, *paths, "-o", target])
         return target
@@ -243,9 +347,14 @@ class Builder:
         kernels = Unit(HERE / "sample_kernels.cu")
         checks = self.shim_object(Unit(HERE / "sample_checks.cpp"), mode, from_ptx=True)
         if arch is None:
-            return [checks, self.shim_object(kernels, mode)]
+            return [checks, self.shim_object(kernels, mode), self.runtime_object()]
         runtime = self.shim_object(Unit(HERE / "ptx_runtime.cpp"), mode)
-        return [checks, runtime, *self.translated_objects(self.ptx(kernels, arch).result().read_text(), "samples")]
+        return [
+            checks,
+            runtime,
+            self.runtime_object(),
+            *self.translated_objects(self.ptx(kernels, arch).result().read_text(), "samples"),
+        ]
 
     def sample_program(self, mode: str, arch: int | None = None) -> Path:
         return self.link(f"samples-{arch or 'source'}-{mode}", self.sample_objects(mode, arch), mode)

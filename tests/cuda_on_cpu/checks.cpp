@@ -6,6 +6,8 @@
 
 #include <cstring>
 
+#include "fake_cuda.h"
+
 namespace checks {
 namespace {
 
@@ -125,20 +127,35 @@ int32_t run_serially(int64_t begin, int64_t end, int64_t, posenc::ParallelBody b
   return 0;
 }
 
-Device::Device(int64_t resident_threads, uint64_t call) {
+Device::Device(int64_t resident, uint64_t call) : resident_threads(resident) {
+  static const cudaStream_t stream = [] {
+    cudaStream_t made = nullptr;
+    cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking);
+    return made;
+  }();
+  launch.stream = stream;
   record[0] = {};
   found[0] = 0;
-  launch.resident_threads = resident_threads;
+  launch.occupancy = this;
   launch.errors = {record.data(), found.data(), call};
+}
+
+void Device::wait() const {
+  cudaStreamSynchronize(static_cast<cudaStream_t>(launch.stream));
+  expect(fake_cuda::idle(), "nothing is queued on another stream");
 }
 
 bool Device::recorded(int64_t place, int64_t index, int64_t rows) const {
   const posenc::cuda::OutOfRange& error = record[0];
-  return found[0] == 1 && error.locked == 0 && error.found == 1 && error.call == launch.errors.call &&
-         error.place == place && error.index == index && error.rows == rows;
+  const uint64_t key = launch.errors.call << posenc::cuda::kPlaceBits | static_cast<uint64_t>(place);
+  return found[0] == 1 && error.locked == 0 && error.first == key && error.key == key && error.index == index &&
+         error.rows == rows;
 }
 
-bool Device::recorded_nothing() const { return found[0] == 0 && record[0].found == 0 && record[0].locked == 0; }
+bool Device::recorded_nothing() const {
+  const posenc::cuda::OutOfRange& error = record[0];
+  return found[0] == 0 && error.first == posenc::cuda::kNoKey && error.key == posenc::cuda::kNoKey && error.locked == 0;
+}
 
 }  // namespace checks
 

@@ -75,13 +75,20 @@ class IntegerTensor {
 
 int32_t run_serially(int64_t begin, int64_t end, int64_t grain, posenc::ParallelBody body, void* context);
 
-// A launch with its own record of out-of-range ids.
-struct Device {
+// A launch with its own record of out-of-range ids, on a stream that waits for no other, of a device that holds so many
+// threads of any kernel.
+struct Device final : posenc::cuda::Occupancy {
   Buffer<posenc::cuda::OutOfRange> record{1};
   Buffer<uint32_t> found{1};
   posenc::cuda::Launch launch;
+  int64_t resident_threads;
 
-  explicit Device(int64_t resident_threads, uint64_t call = 1);
+  explicit Device(int64_t resident, uint64_t call = 1);
+  Device(const Device&) = delete;
+  int64_t resident_blocks(const void*, int threads) override { return resident_threads / threads; }
+
+  // Nothing has run before, and nothing may be queued on another stream.
+  void wait() const;
   // Whether exactly this was recorded.
   bool recorded(int64_t place, int64_t index, int64_t rows) const;
   bool recorded_nothing() const;

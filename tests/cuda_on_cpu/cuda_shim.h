@@ -4,8 +4,9 @@
 //   g++ -x c++ -std=c++20 -DPOSENC_CUDA_ON_CPU -ffp-contract=off -fno-strict-aliasing -Itests/cuda_on_cpu
 //       -isystem <CUDA toolkit>/include
 //
-// What is not modelled does not compile, or stops the program with a message that begins with "cuda_on_cpu:". README.md
-// lists what each build sees. The environment variable CUDA_ON_CPU_SEED shuffles the order of threads and blocks.
+// A launch is queued on its stream; fake_cuda.h says when it runs. What is not modelled does not compile, or stops the
+// program with a message that begins with "cuda_on_cpu:". README.md lists what each build sees. The environment
+// variable CUDA_ON_CPU_SEED shuffles the order of threads and blocks.
 #pragma once
 
 #include <sys/mman.h>
@@ -25,9 +26,9 @@
 
 // ---- the language
 
-#include <driver_types.h>
-#include <vector_functions.h>
-#include <vector_types.h>
+#include <cuda_runtime.h>
+
+#include "fake_cuda.h"
 
 #undef __host__
 #undef __device__
@@ -44,7 +45,7 @@
 
 #define POSENC_LAUNCH(kernel, grid, block, stream, ...) \
   cuda_on_cpu::launch(                                  \
-      #kernel, [&](const auto&... arguments) { (kernel)(arguments...); }, grid, block, stream, __VA_ARGS__)
+      #kernel, [=](const auto&... arguments) { (kernel)(arguments...); }, grid, block, stream, __VA_ARGS__)
 
 #define POSENC_SHARED(T, name, count) \
   static char name##_key;             \
@@ -130,19 +131,23 @@ constexpr size_t kSharedLimit = size_t{48} << 10;  // static shared memory of a 
 constexpr unsigned kRememberedAtomics = 8;
 constexpr unsigned kSpinLimit = 1u << 20;
 
-enum class State : uint8_t { ready, at_barrier, ended };
+enum class State : uint8_t { ready, at_barrier, at_active_mask, at_shuffle, ended };
+constexpr unsigned kWarp = 32;
 
 struct Thread {
   Fiber fiber;
   uint3 index = {};
   unsigned rank = 0;  // in the block
   State state = State::ready;
-  int line = 0;  // of the barrier it waits at
+  int line = 0;  // where it waits
   unsigned barriers = 0;
   bool fenced = false;
   void* atomics[kRememberedAtomics];  // addresses of its last atomics
   unsigned atomic_count = 0;
   unsigned failed_swaps = 0;
+  unsigned mask = 0;  // of the threads it goes on with
+  unsigned lane = 0;  // whose word it wants
+  uint64_t word = 0;
 };
 
 struct SharedArray {
@@ -157,6 +162,7 @@ struct Block {
   size_t shared_bytes = 0;
   // Two of each in turn: a thread that is let go first may be at the next barrier before the last one has left this.
   char barrier_tags[2];
+  char fence_tags[kMaxBlockThreads];
 };
 
 struct Launch {
@@ -164,7 +170,8 @@ struct Launch {
   dim3 grid, block;
   uint3 block_index = {};
   void (*run)(const void* call) = nullptr;
-  const void* call = nullptr;
+  const void* call = nullptr;  // with its arguments
+  size_t call_bytes = 0;
   size_t started = 0;  // threads so far
   unsigned threads() const { return block.x * block.y * block.z; }
 };
@@ -224,21 +231,67 @@ CUDA_ON_CPU_UNSEEN inline void barrier(int line) {
   acquire(tag);
 }
 
+CUDA_ON_CPU_UNSEEN inline uint64_t seed() {
+  static const char* const given = std::getenv("CUDA_ON_CPU_SEED");
+  static const uint64_t value = given ? std::strtoull(given, nullptr, 10) : 0;
+  return value;
+}
+CUDA_ON_CPU_UNSEEN inline std::mt19937_64& random_source() {
+  static std::mt19937_64 source(seed());
+  return source;
+}
+
+// Where the environment asks for another order, threads take turns at atomics.
+CUDA_ON_CPU_UNSEEN inline void let_others_run() {
+  if (seed() != 0 && random_source()() % 2 == 0) wait(State::ready, 0);
+}
+
 // A fence orders by way of atomics: what came before the fence of one thread and its next atomic, before what follows
 // a fence that another thread runs after its atomic on the same address.
 CUDA_ON_CPU_UNSEEN inline void fence() {
   Thread& thread = *current;
   thread.fenced = true;
+  release(&block_memory->fence_tags[thread.rank]);
   for (unsigned i = 0; i < std::min(thread.atomic_count, kRememberedAtomics); ++i) acquire(thread.atomics[i]);
+}
+
+// What came after the last fence stays unordered, so a thread that knows nothing else hands the rest on.
+CUDA_ON_CPU_UNSEEN inline void release_what_was_fenced([[maybe_unused]] void* address) {
+#if defined(__SANITIZE_THREAD__)
+  void* const me = __tsan_get_current_fiber();
+  void* const helper = __tsan_create_fiber(0);
+  __tsan_switch_to_fiber(helper, __tsan_switch_to_fiber_no_sync);
+  acquire(&block_memory->fence_tags[current->rank]);
+  release(address);
+  __tsan_switch_to_fiber(me, __tsan_switch_to_fiber_no_sync);
+  __tsan_destroy_fiber(helper);
+#endif
 }
 
 CUDA_ON_CPU_UNSEEN inline void before_atomic(void* address, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(address) % bytes != 0) fail("misaligned atomic");
-  if (current->fenced) release(address);
+  let_others_run();
+  if (current->fenced) release_what_was_fenced(address);
 }
 
 CUDA_ON_CPU_UNSEEN inline void after_atomic(void* address) {
   current->atomics[current->atomic_count++ % kRememberedAtomics] = address;
+}
+
+// The threads of a warp that have come to this line, or some of them.
+CUDA_ON_CPU_UNSEEN inline unsigned active_mask(int line) {
+  wait(State::at_active_mask, line);
+  return current->mask;
+}
+
+CUDA_ON_CPU_UNSEEN inline uint64_t shuffle(unsigned mask, uint64_t word, unsigned lane, int line) {
+  if (!(mask >> (current->rank % kWarp) & 1)) fail("a thread shuffles with others, itself not among them", line);
+  if (lane >= kWarp || !(mask >> lane & 1)) fail("a thread asks for the word of one that does not shuffle", line);
+  current->mask = mask;
+  current->word = word;
+  current->lane = lane;
+  wait(State::at_shuffle, line);
+  return current->word;
 }
 
 // Nobody else runs while a thread spins, so it would spin for ever.
@@ -315,12 +368,49 @@ CUDA_ON_CPU_UNSEEN inline bool open_barrier(unsigned threads) {
   return true;
 }
 
-// Shuffles where the environment asks for it.
+// Mixes where the environment asks for it.
 template <class T>
 CUDA_ON_CPU_UNSEEN void choose_order(std::vector<T>& order) {
-  static const char* const seed = std::getenv("CUDA_ON_CPU_SEED");
-  static std::mt19937_64 random(seed ? std::strtoull(seed, nullptr, 10) : 0);
-  if (seed && std::strtoull(seed, nullptr, 10) != 0) std::shuffle(order.begin(), order.end(), random);
+  if (seed() != 0) std::shuffle(order.begin(), order.end(), random_source());
+}
+
+// Of each warp, the threads that wait at one line go on together; where another order is asked for, perhaps not all.
+CUDA_ON_CPU_UNSEEN inline bool open_active_masks(unsigned threads) {
+  bool moved = false;
+  for (unsigned i = 0; i < threads; ++i) {
+    if (pool[i].state != State::at_active_mask) continue;
+    const unsigned first = i / kWarp * kWarp, last = std::min(first + kWarp, threads);
+    unsigned mask = 0;
+    for (unsigned k = i; k < last; ++k) {
+      const bool waits = pool[k].state == State::at_active_mask && pool[k].line == pool[i].line;
+      if (waits && (k == i || seed() == 0 || random_source()() % 4 != 0)) mask |= 1u << (k - first);
+    }
+    for (unsigned k = first; k < last; ++k)
+      if (mask >> (k - first) & 1) pool[k].mask = mask, pool[k].state = State::ready;
+    moved = true;
+  }
+  return moved;
+}
+
+// All that a mask names must have come.
+CUDA_ON_CPU_UNSEEN inline bool open_shuffles(unsigned threads) {
+  bool moved = false;
+  for (unsigned i = 0; i < threads; ++i) {
+    if (pool[i].state != State::at_shuffle) continue;
+    Thread* const warp = pool + i / kWarp * kWarp;
+    const unsigned mask = pool[i].mask, count = std::min<unsigned>(kWarp, threads - i / kWarp * kWarp);
+    bool complete = mask >> (count - 1) >> 1 == 0;
+    for (unsigned lane = 0; lane < count; ++lane)
+      if (mask >> lane & 1)
+        complete &= warp[lane].state == State::at_shuffle && warp[lane].mask == mask && warp[lane].line == pool[i].line;
+    if (!complete) continue;
+    uint64_t words[kWarp];
+    for (unsigned lane = 0; lane < count; ++lane) words[lane] = warp[lane].word;
+    for (unsigned lane = 0; lane < count; ++lane)
+      if (mask >> lane & 1) warp[lane].word = words[warp[lane].lane], warp[lane].state = State::ready;
+    moved = true;
+  }
+  return moved;
 }
 
 CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
@@ -341,7 +431,8 @@ CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
       moved = true;
     }
     if (std::all_of(pool, pool + threads, [](const Thread& thread) { return thread.state == State::ended; })) break;
-    moved |= open_barrier(threads);
+    if (!moved) moved = open_active_masks(threads) || open_shuffles(threads);
+    if (!moved) moved = open_barrier(threads);
     if (!moved) fail("deadlock: no thread can go on");
   }
   const ForgetHistory forget;
@@ -350,15 +441,21 @@ CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
   block_memory = nullptr;
 }
 
-CUDA_ON_CPU_UNSEEN inline void check_limits() {
-  const dim3 &grid = active.grid, &block = active.block;
-  if (block.x == 0 || block.y == 0 || block.z == 0 || block.x > 1024 || block.y > 1024 || block.z > 64 ||
-      uint64_t{block.x} * block.y * block.z > kMaxBlockThreads)
-    fail("the block has no threads, or more than a block can have");
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) fail("the grid has no blocks");
-  if (grid.x > 0x7FFFFFFFu || grid.y > 65535 || grid.z > 65535) fail("the grid has more blocks than an axis can have");
-  if (uint64_t{grid.x} * grid.y * grid.z * active.threads() > kMaxLaunchThreads)
-    fail("more threads in a launch than TSan can tell apart");
+// On the thread that launches, while another one may run kernels.
+inline void check_limits(const Launch& launch) {
+  const dim3 &grid = launch.grid, &block = launch.block;
+  const auto check = [&](bool allowed, const char* what) {
+    if (allowed) return;
+    std::fprintf(stderr, "cuda_on_cpu: %s | kernel %s\n", what, launch.name);
+    std::abort();
+  };
+  check(block.x > 0 && block.y > 0 && block.z > 0 && block.x <= 1024 && block.y <= 1024 && block.z <= 64 &&
+            uint64_t{block.x} * block.y * block.z <= kMaxBlockThreads,
+        "the block has no threads, or more than a block can have");
+  check(grid.x > 0 && grid.y > 0 && grid.z > 0, "the grid has no blocks");
+  check(grid.x <= 0x7FFFFFFFu && grid.y <= 65535 && grid.z <= 65535, "the grid has more blocks than an axis can have");
+  check(uint64_t{grid.x} * grid.y * grid.z * launch.threads() <= kMaxLaunchThreads,
+        "more threads in a launch than TSan can tell apart");
 }
 
 CUDA_ON_CPU_UNSEEN inline void run_grid() {
@@ -393,20 +490,25 @@ struct Extent {
 };
 
 // `kernel` is a function object that calls the kernel, so that overloads are chosen by the arguments, as nvcc does it.
+// Arguments are copied when the kernel is launched, whenever it runs.
 template <class Kernel, class... Arguments>
-void launch(const char* name, const Kernel& kernel, const Extent& grid, const Extent& block, void*,
+void launch(const char* name, const Kernel& kernel, const Extent& grid, const Extent& block, void* stream,
             const Arguments&... arguments) {
   static_assert((sizeof(Arguments) + ... + 0) <= 4096, "a kernel takes 4 KB of parameters");
-  if (current) fail("a kernel launches a kernel");
-  const auto call = [&] { kernel(arguments...); };
-  active = {};
-  active.name = name;
-  active.grid = grid.value;
-  active.block = block.value;
-  active.run = [](const void* what) { (*static_cast<decltype(call)*>(what))(); };
-  active.call = &call;
-  check_limits();
-  run_grid();
+  if (fake_cuda::at_work()) fail("a kernel launches a kernel");
+  const auto call = [=] { kernel(arguments...); };
+  Launch made;
+  made.name = name;
+  made.grid = grid.value;
+  made.block = block.value;
+  made.call_bytes = sizeof(call);
+  made.run = [](const void* what) { (*static_cast<decltype(call)*>(what))(); };
+  check_limits(made);
+  fake_cuda::launch(name, grid.value, block.value, stream, [=] {
+    active = made;
+    active.call = &call;
+    run_grid();
+  });
 }
 
 template <class To, class From>
@@ -450,6 +552,13 @@ void tell_of_volatile_store(void* address) {
 }
 
 template <class T>
+T shuffle_value(unsigned mask, T value, int lane, int line) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "what is shuffled has 4 or 8 bytes");
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+  return reinterpret<T>(static_cast<Bits>(shuffle(mask, reinterpret<Bits>(value), static_cast<unsigned>(lane), line)));
+}
+
+template <class T>
 using Same = std::type_identity_t<T>;  // takes part in no deduction
 
 }  // namespace cuda_on_cpu
@@ -477,6 +586,9 @@ CUDA_ON_CPU_CALLED void __tsan_volatile_write8(void* address) {
 
 // Macros, for the line: threads that wait together must wait at the same place.
 #define __syncthreads() cuda_on_cpu::barrier(__LINE__)
+
+#define __activemask() cuda_on_cpu::active_mask(__LINE__)
+#define __shfl_sync(mask, value, lane) cuda_on_cpu::shuffle_value(mask, value, lane, __LINE__)
 
 inline void __threadfence() { cuda_on_cpu::fence(); }
 inline void __threadfence_block() { cuda_on_cpu::fence(); }
@@ -522,13 +634,5 @@ inline int __float_as_int(float value) { return cuda_on_cpu::reinterpret<int>(va
 inline double __longlong_as_double(long long bits) { return cuda_on_cpu::reinterpret<double>(bits); }
 inline long long __double_as_longlong(double value) { return cuda_on_cpu::reinterpret<long long>(value); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
-
-// ---- what launchers call
-
-inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
-  std::memset(to, value, bytes);
-  return cudaSuccess;
-}
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // launch() has stopped the program
-inline const char* cudaGetErrorString(cudaError_t) { return "unknown error"; }

@@ -50,6 +50,10 @@ struct ForwardCase {
   bool expanded_base = false;  // dense: one row for the whole batch
   bool any_base = false;       // base terms of any bits
   double token_scale = 22.62741699796952;
+  AtPadding at_padding = AtPadding::embed;
+  double encoding_scale = 1, scale_on_device = 1;
+  uint32_t dropout_threshold = 0;
+  int64_t dropout_column = 0;  // the first one
   int64_t resident_threads = 4096;
   uint64_t seed = 1;
 
@@ -82,6 +86,11 @@ std::string ForwardCase::text() const {
       {"expanded base", expanded_base},
       {"any base", any_base},
       {"resident", resident_threads},
+      {"at padding", static_cast<int64_t>(at_padding)},
+      {"encoding scale in hundredths", static_cast<int64_t>(encoding_scale * 100)},
+      {"on the device", static_cast<int64_t>(scale_on_device * 100)},
+      {"dropout threshold", dropout_threshold},
+      {"dropout column", dropout_column},
       {"token scale in hundredths", static_cast<int64_t>(token_scale * 100)},
       {"seed", static_cast<int64_t>(seed)}};
   return std::string(name_of(dtype)) + " " + sources[static_cast<int>(source)] + text_of(numbers);
@@ -125,6 +134,15 @@ class ForwardTensors {
     if (what.source == Source::dense) params.base_strides = view_strides(base_row());
     if (what.expanded_base) params.base_strides = {0, base_row()};
     params.out_strides = view_strides(out_row());
+    params.encoding.scale = what.encoding_scale;
+    params.at_padding = what.at_padding;
+    if (what.at_padding != AtPadding::embed) params.padding_idx = what.rows / 2;
+    params.dropout.first_column = what.dropout_column;
+    if (what.dropout_threshold == 0) return;
+    *seed_.data() = static_cast<int64_t>(random_.bits());
+    params.dropout.seed = seed_.data();
+    params.dropout.threshold = what.dropout_threshold;
+    params.dropout.factor = 65536.0 / (65536.0 - what.dropout_threshold);
   }
 
   Elements new_out() const {
@@ -134,6 +152,23 @@ class ForwardTensors {
   void set_ids(const std::vector<int64_t>& ids) {
     ids_ = IntegerTensor(ids, case_.int64_ids);
     params.ids = ids_.view();
+  }
+  // The CPU's params have the whole factor of the encoding.
+  ForwardParams on_device() {
+    ForwardParams result = params;
+    if (case_.scale_on_device == 1) return result;
+    *float_scale_.data() = static_cast<float>(case_.scale_on_device);
+    *double_scale_.data() = case_.scale_on_device;
+    const void* number = double_scale_.data();
+    if (case_.dtype != Dtype::float64) number = float_scale_.data();
+    result.encoding.scale_on_device = number;
+    return result;
+  }
+  double whole_scale() const {
+    const double number = case_.dtype == Dtype::float64
+                              ? case_.scale_on_device
+                              : static_cast<double>(static_cast<float>(case_.scale_on_device));
+    return case_.encoding_scale * number;
   }
   int64_t out_row() const { return case_.width + case_.out_gap; }
 
@@ -207,6 +242,9 @@ class ForwardTensors {
   IntegerTensor ids_, positions_;
   Buffer<uint32_t> words_[4] = {Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0)};
   Buffer<float> angular_{0};
+  Buffer<int64_t> seed_{1};
+  Buffer<float> float_scale_{1};
+  Buffer<double> double_scale_{1};
 };
 
 void check_case(const ForwardCase& what) {
@@ -214,10 +252,13 @@ void check_case(const ForwardCase& what) {
   Elements expected = tensors.new_out(), got = tensors.new_out();
   ForwardParams params = tensors.params;
   params.out = expected.at(what.out_shift);
+  params.encoding.scale = tensors.whole_scale();
   if (what.tokens() > 0) cpu::forward(params, run_serially);
+  params = tensors.on_device();
   params.out = got.at(what.out_shift);
   const Device device(what.resident_threads);
   cuda::forward(params, device.launch);
+  device.wait();
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ": element " + std::to_string(at) + " differs");
   expect(device.recorded_nothing(), what.text() + ": an error was recorded");
@@ -256,6 +297,32 @@ void check_kernels(const Options& options) {
               check_case(what);
               std::swap(what.batch, what.seq);
               what.offset = (int64_t{5} << 33) + 7;
+              check_case(what);
+            }
+}
+
+// Dropout, padding and a scale of the encoding, alone and together.
+void check_general(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : kSources)
+      for (int64_t layout = 0; layout < kTestLayouts; ++layout)
+        for (const Given given : kGiven)
+          for (const int64_t width : {64, 35})
+            for (const int64_t part : {0, 1, 2, 3, 4, 5}) {
+              if (options.few && part > 2) continue;
+              ForwardCase what{dtype, source, layout};
+              what.given = given;
+              what.width = width;
+              what.odd = odd_rule(layout);
+              what.precision = kBothPrecisions[part % 2];
+              what.seed = static_cast<uint64_t>(part + width);
+              if (part % 3 != 1) what.dropout_threshold = part == 5 ? 65535 : 20000;
+              if (part == 2) what.dropout_column = width == 35 ? 13 : 8 * 5000;
+              if (part == 3) what.dropout_column = 4;
+              if (part != 0) what.encoding_scale = 0.3;
+              if (part > 2) what.scale_on_device = -1.7;
+              if (source == Source::gathered) what.at_padding = static_cast<AtPadding>(part % kAtPaddings);
+              if (part == 4) what.batch = 5, what.seq = 9, what.sequence_first = true, what.resident_threads = 1;
               check_case(what);
             }
 }
@@ -550,6 +617,7 @@ void check_out_of_range_at(const ForwardCase& what, const std::vector<int64_t>& 
   params.out = got.at(what.out_shift);
   Device device(what.resident_threads, 5);
   cuda::forward(params, device.launch);
+  device.wait();
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", ids out of range: element " + std::to_string(at) + " differs");
   expect(device.recorded(first, ids[first], what.rows), what.text() + ": not the first out-of-range id was recorded");
@@ -562,10 +630,12 @@ void check_out_of_range_at(const ForwardCase& what, const std::vector<int64_t>& 
   // A later call leaves the record alone, an earlier one takes it.
   device.launch.errors.call = 6;
   cuda::forward(params, device.launch);
+  device.wait();
   device.launch.errors.call = 5;
   expect(device.recorded(first, ids[first], what.rows), what.text() + ": a later call took the record");
   device.launch.errors.call = 4;
   cuda::forward(params, device.launch);
+  device.wait();
   expect(device.recorded(first, ids[first], what.rows), what.text() + ": an earlier call left the record");
 }
 
@@ -634,16 +704,19 @@ void check_bounds(const Options& options) {
         const IntegerTensor tensor(ids, is_int64);
         const Device device(count % 2 == 0 ? 1 : 4096, 3);
         cuda::check_bounds(tensor.view(), count, 40, device.launch);
+        device.wait();
         expect(first == count ? device.recorded_nothing() : device.recorded(first, ids[first], 40),
                "search among " + std::to_string(count) + " ids");
         // What the host then takes is what was found, once.
         cuda::OutOfRange taken;
-        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, nullptr);
-        expect(
-            first == count ? taken.found == 0u : taken.found == 1u && taken.place == first && taken.index == ids[first],
-            "taking what a search among " + std::to_string(count) + " ids found");
-        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, nullptr);
-        expect(taken.found == 0u && device.recorded_nothing(), "taking it again");
+        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, device.launch.stream);
+        device.wait();
+        const uint64_t key = device.launch.errors.call << cuda::kPlaceBits | static_cast<uint64_t>(first);
+        expect(first == count ? taken.key == cuda::kNoKey : taken.key == key && taken.index == ids[first],
+               "taking what a search among " + std::to_string(count) + " ids found");
+        cuda::take_out_of_range(device.launch.errors.record, device.launch.errors.found, &taken, device.launch.stream);
+        device.wait();
+        expect(taken.key == cuda::kNoKey && device.recorded_nothing(), "taking it again");
       }
     }
 }
@@ -708,6 +781,7 @@ void check_far_case(Dtype dtype, Source source, int64_t width, int64_t row_bytes
   madvise(out.data(), apart * size * 3, MADV_DONTNEED);
   const Device device(1024);
   cuda::forward(params, device.launch);
+  device.wait();
   copy_rows(out.data(), places, got, width, size, false);
   expect(expected.first_difference(got) < 0, std::string(name_of(dtype)) + " width " + std::to_string(width) +
                                                  ", rows " + std::to_string(row_bytes) +
@@ -728,6 +802,7 @@ void check_far_apart(const Options& options) {
 
 void check_forward(const Options& options) {
   if (begin_group(options, "forward: kernels")) check_kernels(options);
+  if (begin_group(options, "forward: general")) check_general(options);
   if (begin_group(options, "forward: widths")) check_widths(options);
   if (begin_group(options, "forward: wide rows")) check_wide_rows(options);
   if (begin_group(options, "forward: shapes")) check_shapes(options);

@@ -95,6 +95,10 @@ T atomic_compare_and_swap(uint64_t address, T expected, T value) {
 
 void fence() { cuda_on_cpu::fence(); }
 void barrier(int line) { cuda_on_cpu::barrier(line); }
+uint32_t active_mask(int line) { return cuda_on_cpu::active_mask(line); }
+uint32_t shuffle(uint32_t mask, uint32_t word, uint32_t lane, int line) {
+  return static_cast<uint32_t>(cuda_on_cpu::shuffle(mask, word, lane, line));
+}
 
 float from_f16(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 float from_bf16(uint16_t bits) { return __bfloat162float(__ushort_as_bfloat16(bits)); }

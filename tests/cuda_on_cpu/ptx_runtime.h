@@ -54,6 +54,8 @@ T atomic_compare_and_swap(uint64_t address, T expected, T value);
 
 void fence();
 void barrier(int line);
+uint32_t active_mask(int line);
+uint32_t shuffle(uint32_t mask, uint32_t word, uint32_t lane, int line);
 float from_f16(uint16_t bits);
 float from_bf16(uint16_t bits);
 uint16_t to_f16(float value);
@@ -148,12 +150,19 @@ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
 inline float result(float value) { return value == value ? value : __builtin_bit_cast(float, 0x7FFFFFFFu); }
 inline double result(double value) { return value; }
 
-// c + the products of the bytes of a and b.
 inline uint32_t count_ones(uint64_t value) { return static_cast<uint32_t>(__builtin_popcountll(value)); }
 template <class T>
 uint32_t leading_zeros(T value) {
   return value == 0 ? sizeof(T) * 8 : static_cast<uint32_t>(__builtin_clzll(value)) - (64 - sizeof(T) * 8);
 }
+
+inline uint32_t reversed(uint32_t value) {
+  uint32_t result = 0;
+  for (int i = 0; i < 32; ++i) result |= (value >> i & 1) << (31 - i);
+  return result;
+}
+// How far the highest bit is from the top; of no bit, all ones.
+inline uint32_t shift_to_top(uint32_t value) { return value == 0 ? ~uint32_t{0} : leading_zeros(value); }
 
 template <class T>
 T magnitude(T value) {

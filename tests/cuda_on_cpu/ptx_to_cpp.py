@@ -712,6 +712,21 @@ def permute(k: KernelTranslator, ins: Instruction) -> str:
     return k.put(to, f"ptx::permute({', '.join(k.value(operand, kind) for operand in operands)})", kind)
 
 
+@opcode("brev")
+def brev(k: KernelTranslator, ins: Instruction) -> str:
+    kind = ins.type("b32")
+    to, a = ins.expect(2)
+    return k.put(to, f"ptx::reversed({k.value(a, kind)})", kind)
+
+
+@opcode("bfind")
+def bfind(k: KernelTranslator, ins: Instruction) -> str:
+    ins.need("shiftamt")
+    kind = ins.type("u32")
+    to, a = ins.expect(2)
+    return k.put(to, f"ptx::shift_to_top({k.value(a, kind)})", kind)
+
+
 @opcode("popc", "clz")
 def count_bits(k: KernelTranslator, ins: Instruction) -> str:
     kind = ins.type("b32", "b64")
@@ -823,6 +838,27 @@ def atom(k: KernelTranslator, ins: Instruction) -> str:
     to, address, *values = operands if ins.opcode == "atom" else ["_", *operands]
     arguments = ", ".join(k.value(value, kind) for value in values)
     return k.put(to, f"ptx::atomic_{ATOMICS[operation]}<{TYPES[kind]}>({k.address(address, space)}, {arguments})", kind)
+
+
+@opcode("activemask")
+def activemask(k: KernelTranslator, ins: Instruction) -> str:
+    kind = ins.type("b32")
+    (to,) = ins.expect(1)
+    return k.put(to, f"ptx::active_mask({ins.line})", kind)
+
+
+@opcode("shfl")
+def shfl(k: KernelTranslator, ins: Instruction) -> str:
+    ins.need("sync")
+    ins.need("idx")
+    kind = ins.type("b32")
+    to, a, lane, clamp, mask = ins.expect(5)
+    if int(clamp, 0) != 31:
+        raise k.error("only shuffles within the whole warp are modelled")
+    arguments = ", ".join(k.value(operand, kind) for operand in (mask, a, lane))
+    register, *valid = to.split("|")
+    said = k.put(valid[0], "true", "pred") if valid else ""  # a lane outside of the mask stops the program
+    return f"{k.put(register, f'ptx::shuffle({arguments}, {ins.line})', kind)} {said}"
 
 
 @opcode("membar")

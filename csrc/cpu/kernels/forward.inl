@@ -190,6 +190,72 @@ struct Tile {
       push(columns.cosine_start + first, columns.cosine_start + last_cosine, buffer + kTilePairs);
     }
     if (last == columns.pairs() && columns.has_zero_column()) push(columns.width - 1, columns.width, &zero);
+    if (encoding.scale != 1)
+      for (acc_t& value : buffer) value *= static_cast<acc_t>(encoding.scale);
+  }
+};
+
+// ---- dropout
+
+// The random bits of a row's columns first .. first + count - 1, for a token and a seed.
+class DrawnBits {
+ public:
+  static constexpr int64_t kMostColumns = 2 * kTilePairs;
+
+  POSENC_HD void draw(uint64_t seed, int64_t token, int64_t first, int64_t count) {
+    first_ = first % kColumnsPerDraw;
+    UintVector lane;
+    for (int64_t i = 0; i < kLanes<float>; ++i) lane[i] = static_cast<uint32_t>(i);
+    const int64_t draws = (first_ + count + kColumnsPerDraw - 1) / kColumnsPerDraw;
+    for (int64_t n = 0; n < draws; n += kLanes<float>) {
+      UintVector word[4] = {lane + static_cast<uint32_t>(first / kColumnsPerDraw + n), UintVector{},
+                            splat(static_cast<uint32_t>(token)), splat(static_cast<uint32_t>(token >> 32))};
+      philox(word, seed);
+      // The words of one draw side by side are its halves in the order of the columns.
+      FloatVector even[2] = {}, odd[2] = {}, all[2] = {};
+      interleave(bit_cast<FloatVector>(word[0]), bit_cast<FloatVector>(word[2]), even[0], even[1]);
+      interleave(bit_cast<FloatVector>(word[1]), bit_cast<FloatVector>(word[3]), odd[0], odd[1]);
+      for (int64_t half = 0; half < 2; ++half) {
+        interleave(even[half], odd[half], all[0], all[1]);
+        for (int64_t v = 0; v < 2; ++v)
+          store_bytes<false>(bits_ + kColumnsPerDraw * n + (2 * half + v) * 2 * kLanes<float>, all[v]);
+      }
+    }
+  }
+
+  const uint16_t* begin() const { return bits_ + first_; }
+
+ private:
+  // The last vector of draws may reach past the last column.
+  alignas(64) uint16_t bits_[kMostColumns + kColumnsPerDraw + kColumnsPerDraw * kLanes<float>];
+  int64_t first_ = 0;
+};
+
+// What dropout makes of elements, by their bits.
+struct NotDropped {};
+struct Dropper {
+  const uint16_t* bits;
+  uint32_t threshold;
+  double factor;
+
+  template <class acc_t>
+  POSENC_HD acc_t one(int64_t i, acc_t value) const {
+    return bits[i] < threshold ? acc_t{0} : value * static_cast<acc_t>(factor);
+  }
+
+  // The vectors of one store. Those of a split type hold even and odd columns.
+  template <class T>
+  POSENC_HD void vectors(int64_t i, FloatVector (&values)[kVectorsPerStore<T>]) const {
+    for (int64_t v = 0; v < kVectorsPerStore<T>; ++v) {
+      UintVector drawn;
+      if constexpr (Element<T>::kSplit) {
+        drawn = load_bytes<UintVector>(bits + i);
+        drawn = v == 0 ? drawn & 0xFFFFu : drawn >> 16;
+      } else {
+        drawn = __builtin_convertvector(load_bytes<HalfUintVector>(bits + i + v * kLanes<float>), UintVector);
+      }
+      values[v] = drawn < threshold ? FloatVector{} : values[v] * static_cast<float>(factor);
+    }
   }
 };
 
@@ -201,40 +267,38 @@ constexpr int64_t kPrefetchTokens = 3;
 
 POSENC_HD void prefetch_to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-template <class T, Source source, bool encoded>
-POSENC_HD T one_element(const T* base, const typename Element<T>::acc_t* encoding,
-                        Token<typename Element<T>::acc_t> token) {
-  using acc_t = typename Element<T>::acc_t;
-  acc_t value = 0, added = 0;
-  if constexpr (source != Source::none) value = Element<T>::to_acc(*base);
-  if constexpr (encoded) added = *encoding;
-  return Element<T>::from_acc(epilogue<source, encoded>(value, added, token));
-}
-
 // One span of a row. `later` is the same span of the row to prefetch, where columns are contiguous.
 //
 // Not inlined: inside the loops over tokens g++ runs out of registers here, and rows that come from memory take 1.2
 // times as long with AVX-512.
-template <class T, Source source, bool stream, bool encoded>
+template <class T, Source source, bool stream, bool encoded, class Drop>
 __attribute__((noinline)) void write_span(const T* base, int64_t column_stride, const T* later,
                                           const typename Element<T>::acc_t* encoding, T* out, int64_t count,
-                                          Token<typename Element<T>::acc_t> token) {
+                                          Token<typename Element<T>::acc_t> token, Drop drop) {
   using E = Element<T>;
   using Vector = typename E::Vector;
+  using acc_t = typename E::acc_t;
+  constexpr bool drops = std::is_same_v<Drop, Dropper>;
   constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));  // elements of one whole-vector store
   const auto one = [&](int64_t i) {
-    out[i] =
-        one_element<T, source, encoded>(base + i * column_stride, encoded ? encoding + kept_at<T>(i) : nullptr, token);
+    acc_t value = 0, added = 0;
+    if constexpr (source != Source::none) value = E::to_acc(base[i * column_stride]);
+    if constexpr (encoded) added = encoding[kept_at<T>(i)];
+    value = epilogue<source, encoded>(value, added, token);
+    if constexpr (drops) value = drop.one(i, value);
+    out[i] = E::from_acc(value);
   };
   int64_t i = 0;
   if constexpr (stream && E::kSplit) {
     // Encodings are kept in groups from the start of the span, so its vectors cannot be moved to an aligned address.
     if (!stream_aligned(out))
-      return write_span<T, source, false, encoded>(base, column_stride, later, encoding, out, count, token);
+      return write_span<T, source, false, encoded>(base, column_stride, later, encoding, out, count, token, drop);
   } else if constexpr (stream) {
     for (; i < count && !stream_aligned(out + i); ++i) one(i);
   }
-  const int64_t whole = source == Source::none || column_stride == 1 ? count : 0;
+  // fp64 with dropout is written one by one: nobody trains in it.
+  const bool vectors = (source == Source::none || column_stride == 1) && !(drops && sizeof(T) == 8);
+  const int64_t whole = vectors ? count : 0;
   for (; i + kStep <= whole; i += kStep) {
     if constexpr (source == Source::gathered) prefetch_to_l2(later + i);
     Vector values[kVectorsPerStore<T>] = {};
@@ -244,6 +308,7 @@ __attribute__((noinline)) void write_span(const T* base, int64_t column_stride, 
       if constexpr (encoded) added = load_bytes<Vector>(encoding + i + v * kLanes<typename E::acc_t>);
       values[v] = epilogue<source, encoded>(values[v], added, token);
     }
+    if constexpr (drops && sizeof(T) != 8) drop.template vectors<T>(i, values);
     E::template store<stream>(out + i, values);
   }
   for (; i < count; ++i) one(i);
@@ -335,14 +400,14 @@ struct Lookup {
   void collect(const ForwardParams& call, TokenLoop& loop, int64_t count, int64_t left) {
     const ForwardParams params = call;  // local, so that it stays in registers while tokens are stored
     for (int64_t i = 0; i < count; ++i, loop.next()) {
-      tokens[i] = token_of<source, acc_t>(params, loop.b, loop.t);
+      tokens[i] = token_of<source, acc_t, true>(params, loop.b, loop.t);
       t[i] = loop.t;
     }
     TokenLoop ahead = loop;
     for (int64_t i = count; i < count + kPrefetchTokens; ++i) {
       tokens[i] = tokens[i - 1];
       if (i >= left) continue;
-      tokens[i] = token_of<source, acc_t>(params, ahead.b, ahead.t);
+      tokens[i] = token_of<source, acc_t, true>(params, ahead.b, ahead.t);
       ahead.next();
     }
   }
@@ -363,17 +428,20 @@ class ForwardLoop {
   void write_own(int64_t begin, int64_t end) {
     const Columns& columns = params_.encoding.columns;
     fused_ = sizeof(acc_t) == sizeof(float) && columns.encoded && columns.step == 2 && !columns.cosine_first() &&
-             columns.width % (2 * kLanes<float>) == 0 && params_.column_stride == 1;
+             columns.width % (2 * kLanes<float>) == 0 && params_.column_stride == 1 && params_.encoding.scale == 1 &&
+             params_.dropout.seed == nullptr;
     running_ = fused_ && RunningPhases::worth_it(params_, end - begin);
     TokenLoop loop(params_.tokens, params_.tokens.seq, begin);
     for (int64_t at = begin; at < end; at += Lookup<T, source>::kMost) {
       const int64_t count = std::min(Lookup<T, source>::kMost, end - at);
       lookup_.collect(params_, loop, count, end - at);
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t position = lookup_.tokens[i].position;
-        if (lookup_.tokens[i].constant) {
-          write_constant<T, stream>(out_of(i), columns.width, lookup_.tokens[i].scale);
-        } else if (!fused_ || position < 0 || !is_near(params_.encoding.precision, position)) {
+        const Token<acc_t>& token = lookup_.tokens[i];
+        const int64_t position = token.position;
+        if (token.constant) {
+          write_constant<T, stream>(out_of(i), columns.width, token.scale);
+        } else if (!fused_ || !token.embedded || !token.encoded || position < 0 ||
+                   !is_near(params_.encoding.precision, position)) {
           for (int64_t tile = 0; tile < tiles_per_row(); tile += kTiles) {
             const int64_t some = std::min(kTiles, tiles_per_row() - tile);
             fill_tiles(position, tile, some, 0);
@@ -424,22 +492,45 @@ class ForwardLoop {
     for (int64_t n = 0; n < count; ++n) tiles_[to + n].fill(params_.encoding, position, (tile + n) * kTilePairs);
   }
 
-  void write_tiles(int64_t i, int64_t first, int64_t count) const {
-    const int64_t stride = source == Source::none ? 0 : params_.column_stride;
+  void write_tiles(int64_t i, int64_t first, int64_t count) {
+    const Token<acc_t>& token = lookup_.tokens[i];
     for (const Tile<T>* tile = tiles_ + first; tile < tiles_ + first + count; ++tile) {
       for (int64_t s = 0; s < tile->span_count; ++s) {
-        const auto& span = tile->spans[s];
-        const int64_t column = source == Source::none ? 0 : span.column;
-        const auto write = [&](auto encoded) {
-          write_span<T, source, stream, encoded.value>(base_of(i) + column * stride, stride,
-                                                       base_of(i + kPrefetchTokens) + column, span.encoding,
-                                                       out_of(i) + span.column, span.count, lookup_.tokens[i]);
-        };
-        if (lookup_.tokens[i].constant)
-          write_constant<T, stream>(out_of(i) + span.column, span.count, lookup_.tokens[i].scale);
-        else span.encoding ? write(std::true_type{}) : write(std::false_type{});
+        typename Tile<T>::Span span = tile->spans[s];
+        if (!token.encoded) span.encoding = nullptr;
+        if (token.constant) write_constant<T, stream>(out_of(i) + span.column, span.count, token.scale);
+        else if (params_.dropout.seed != nullptr) write_dropped(i, span);
+        else write(i, span, NotDropped{});
       }
     }
+  }
+
+  // A part at a time, whose random bits stay in the cache.
+  __attribute__((noinline)) void write_dropped(int64_t i, const typename Tile<T>::Span& span) {
+    const Dropout& dropout = params_.dropout;
+    for (int64_t at = 0; at < span.count; at += DrawnBits::kMostColumns) {
+      const int64_t count = std::min(DrawnBits::kMostColumns, span.count - at);
+      drawn_.draw(static_cast<uint64_t>(*dropout.seed), lookup_.tokens[i].number,
+                  dropout.first_column + span.column + at, count);
+      write(i, {span.column + at, count, span.encoding ? span.encoding + at : nullptr},
+            Dropper{drawn_.begin(), dropout.threshold, dropout.factor});
+    }
+  }
+
+  template <class Drop>
+  POSENC_HD void write(int64_t i, const typename Tile<T>::Span& span, Drop drop) const {
+    const Token<acc_t>& token = lookup_.tokens[i];
+    const int64_t stride = source == Source::none ? 0 : params_.column_stride;
+    const int64_t column = source == Source::none ? 0 : span.column;
+    const auto call = [&](auto of, auto encoded) {
+      write_span<T, of.value, stream, encoded.value>(base_of(i) + column * stride, stride,
+                                                     base_of(i + kPrefetchTokens) + column, span.encoding,
+                                                     out_of(i) + span.column, span.count, token, drop);
+    };
+    using Base = std::integral_constant<Source, source>;
+    if (source == Source::gathered && !token.embedded)
+      return call(std::integral_constant<Source, Source::none>{}, std::true_type{});
+    span.encoding ? call(Base{}, std::true_type{}) : call(Base{}, std::false_type{});
   }
 
   template <bool stream_row>
@@ -460,6 +551,7 @@ class ForwardLoop {
   const ForwardParams& params_;
   Lookup<T, source> lookup_;
   Tile<T> tiles_[kTiles];
+  DrawnBits drawn_;
   bool fused_ = false, running_ = false;
   RunningPhases phases_;
 };

@@ -31,6 +31,7 @@ POSENC_EXPANDED_PRAGMA(GCC target(POSENC_TARGET, "prefer-vector-width=512"))
 #endif
 #endif
 
+#include "../../dropout.h"
 #include "../../epilogue.h"
 #include "../../sinusoid.h"
 #include "../../token.h"

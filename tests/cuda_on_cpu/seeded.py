@@ -1,0 +1,186 @@
+"""Bugs that the checks must notice: each a few words of a real source, changed in a copy of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+from . import build
+
+
+@dataclasses.dataclass
+class Bug:
+    """What is changed, which units are compiled with it, and how it shows."""
+
+    name: str
+    file: str  # in csrc
+    units: str  # separated by spaces
+    old: str
+    new: str
+    mode: str  # "host", or how the kernels are run
+    only: str  # the checks that are run
+    caught: str = "FAILED"
+
+    def change(self, folder: Path) -> Path:
+        """A csrc with the bug."""
+        csrc = folder / "csrc"
+        shutil.copytree(build.CSRC, csrc)
+        changed = csrc / self.file
+        words = r"\s+".join(map(re.escape, self.old.split()))  # however its lines are broken
+        text, count = re.subn(words, lambda _: self.new, changed.read_text())
+        assert count > 0, f"{self.file} has no {self.old!r} any more"
+        changed.write_text(text)
+        return csrc
+
+    def program(self, builder: build.Builder, folder: Path) -> Path:
+        """The check program, of which the named units have the bug."""
+        csrc, units = self.change(folder), self.units.split()
+        name = "".join(c if c.isalnum() else "-" for c in f"{self.mode}-{self.name}")
+        if self.mode == "host":
+            originals = builder.host_units()
+            objects = [builder.host_unit(u, csrc if u.name in units else build.CSRC) for u in originals]
+            assert set(units) <= {u.name for u in originals}
+            return builder.host_program(name, objects)
+        originals = build.kernel_units(dtypes=build.TSAN_TYPES) if self.mode == "tsan" else build.kernel_units()
+        assert set(units) <= {u.name for u in originals}
+        objects = [
+            builder.shim_object(u._replace(path=csrc / "cuda" / u.path.name), self.mode, csrc=csrc)
+            if u.name in units
+            else builder.shim_object(u, self.mode)
+            for u in originals
+        ]
+        return builder.link(name, [*objects, *builder.host_objects()], self.mode, partial=self.mode == "tsan")
+
+
+def host(name: str, file: str, old: str, new: str, only: str, units: str = "", caught: str = "FAILED") -> Bug:
+    """A bug of the host half. The unit is the file itself, unless others are named."""
+    return Bug(name, file, units or Path(file).stem, old, new, "host", only, caught)
+
+
+RUNTIME, CALL, BOTH = "cuda/runtime.cu", "torch/cuda_call.h", "embed embed_backward"
+
+HOST = [
+    # Where work runs.
+    host("always the default stream", CALL, ", current_cuda_stream(tensor.get_device_index()))", ", nullptr)",
+         "results", BOTH),
+    host("guard of device 0", CALL, "guard_(tensor.get_device_index())", "guard_(0)", "results", BOTH,
+         "a device that torch does not have current"),
+    host("the device is not selected", RUNTIME, 'check(cudaSetDevice(device), "selecting the device");', "", "results"),
+    host("the state of device 0 for every device", RUNTIME, "Device& state = device_of(device);",
+         "Device& state = device_of(0);", "two devices"),
+    host("kernels of the gradient on the default stream", "cuda/backward.cu",
+         "launch.stream, tokens, scratch, launch.errors", "nullptr, tokens, scratch, launch.errors", "results"),
+    host("a clearing on the default stream", "cuda/backward.cu", "static_cast<cudaStream_t>(launch.stream)),",
+         "nullptr),", "results"),
+    host("a sort on the default stream", "cuda/sort.cu", "shape.bits, static_cast<cudaStream_t>(stream)",
+         "shape.bits, nullptr", "results"),
+    host("a running sum on the default stream", "cuda/sort.cu",
+         "static_cast<int>(shape.count), static_cast<cudaStream_t>(stream)", "static_cast<int>(shape.count), nullptr",
+         "results"),
+    host("no threads at a time", RUNTIME, "int64_t{processors} * 1024", "int64_t{processors} * 0", "launch shapes"),
+    host("the size of the wrong device", RUNTIME, "cudaDevAttrMultiProcessorCount, index)",
+         "cudaDevAttrMultiProcessorCount, 0)", "launch shapes"),
+    # Memory.
+    host("scratch 256 bytes short", CALL, "empty({bytes}", "empty({bytes - 256}", "results", "embed_backward",
+         "past the end of memory"),
+    host("scratch is given back at once", CALL, "scratch_ = empty({bytes}, ScalarType::Byte, like_); return scratch_->",
+         "return empty({bytes}, ScalarType::Byte, like_).", "results", "embed_backward", "memory that was given back"),
+    host("frequencies of the host", "torch/embed.cpp", "call.frequencies(*table)", "table->view()", "results", "embed",
+         "memory of the host"),
+    host("one array of frequencies over another", RUNTIME, "words_.begin() + i * stride_);", "words_.begin());",
+         "many frequencies"),
+    host("frequencies are not waited for", RUNTIME, 'check(cudaStreamSynchronize(copies_), "uploading frequencies");',
+         "", "many frequencies"),
+    host("the table of another spec", RUNTIME, "if (found != frequencies_.end()) return",
+         "if (!frequencies_.empty()) return frequencies_.begin()->second; else if (false) return", "many frequencies"),
+    # Sorting.
+    host("one bit short", "cuda/sort.cu", "0, shape.bits,", "0, shape.bits - 1,", "small inputs"),
+    host("the smaller of two sizes", "cuda/sort.cu", "std::max(", "std::min(", "small inputs"),
+    host("bits of the last row", "cuda/backward.cu", "bits_of(call.rows)", "bits_of(call.rows - 1)", "small inputs"),
+    host("the count one too far", "torch/embed_backward.cpp", "segment_counts + prepared.tokens.count - 1",
+         "segment_counts + prepared.tokens.count", "sparse backward"),
+    host("the count is read early", RUNTIME, '"reading a count"); wait();', '"reading a count");', "sparse backward"),
+    # Errors.
+    host("a launch that failed is not told", RUNTIME, "if (error != cudaSuccess) throw", "if (false) throw",
+         "launch failure"),
+    host("no finish after a forward", "torch/embed.cpp", "call->finish(); return result;", "return result;",
+         "launch failure"),
+    host("no finish after a backward", "torch/embed_backward.cpp", "call->finish(); return out;", "return out;",
+         "launch failure"),
+    host("the error stays behind", RUNTIME, "const cudaError_t error = cudaGetLastError();",
+         "const cudaError_t error = cudaPeekAtLastError();", "launch failure"),
+    host("a failed launch, and its result read", RUNTIME, "raise_launch_error(); // else", "// else", "launch failure"),
+    host("raised in a capture", RUNTIME, "state.errors->found() && !capturing()", "state.errors->found()",
+         "captures raise nothing"),
+    host("captures are not let alone", RUNTIME, "mode_ = cudaStreamCaptureModeRelaxed",
+         "mode_ = cudaStreamCaptureModeGlobal", "first use in a capture"),
+    host("the mode of captures is not set back", RUNTIME,
+         "~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }", "~OutsideCapture() {}", "failures"),
+    host("a wait in a capture", RUNTIME, "raises_at_once() && !capturing()", "raises_at_once()", "synchronous mode"),
+    host("the synchronous mode is ignored", RUNTIME, "if (raises_at_once() && ", "if (raises_at_once() && false && ",
+         "synchronous mode"),
+    host("two records mixed up", RUNTIME, "record_ = op == Op::check ?", "record_ = op != Op::check ?",
+         "checks are apart"),
+    host("checks share the record", RUNTIME, "op == Op::check ? state.checks.get()", "false ? state.checks.get()",
+         "checks are apart"),
+    host("no record", "cuda/runtime.h", "return {record_,", "return {nullptr,", "the next call raises", "runtime",
+         "memory of the host"),
+    host("the record is not cleared", RUNTIME,
+         "check(cudaMemcpyAsync(record_, &empty, sizeof(empty), cudaMemcpyHostToDevice, stream)", "check(cudaSuccess",
+         "what errors say"),
+    host("the flag is not set at first", RUNTIME, "new (mapped) Mapped;", "static_cast<Mapped*>(mapped);",
+         "nothing waits"),
+    host("the flag at the host's address", "cuda/runtime.h", "&mapped_on_device_->found, call}",
+         "&mapped_->found, call}", "the next call raises", "runtime", "memory of the host"),
+    host("the record is read early", RUNTIME, 'check(cudaStreamSynchronize(stream_), "reading an error");', "",
+         "what errors say"),
+    host("a check does not wait", "torch/embed.cpp", "call->finish_and_wait();", "call->finish();", "what errors say"),
+    host("the wrong op", RUNTIME, "<< kOpBits) | static_cast<uint64_t>(op)", "<< kOpBits)", "what errors say"),
+    host("every call has the same number", RUNTIME, "calls.fetch_add(1,", "calls.fetch_add(0,", "what errors say"),
+    host("asking looks at one device", RUNTIME, "for (Device* device : in_use) {",
+         "for (Device* device : {in_use[0]}) {", "two devices"),
+    host("asking does not wait", RUNTIME, 'check(cudaDeviceSynchronize(), "waiting for a device");', "", "two devices"),
+]  # fmt: skip
+
+
+def kernel(name: str, file: str, units: str, old: str, new: str, mode: str, only: str, caught: str = "FAILED") -> Bug:
+    """A bug of a kernel or of its launcher."""
+    return Bug(name, f"cuda/{file}", units, old, new, mode, only, caught)
+
+
+FORWARD, BACKWARD = "forward.cuh", "backward.cuh"
+
+KERNELS = [
+    kernel("one token too far", BACKWARD, "backward", "for (; at < last; ++at)", "for (; at <= last; ++at)",
+           "asan", "backward: patterns", "AddressSanitizer: heap-buffer-overflow|use-after-poison"),
+    kernel("vectors at any address", "forward.cu", "forward", "aligned(params.out) &&", "", "asan", "forward: views",
+           "misaligned address"),
+    kernel("vectors of frequencies at any address", "forward.cu", "forward",
+           "frequencies_aligned(params.encoding.frequencies)",
+           "(frequencies_aligned(params.encoding.frequencies) || true)", "asan", "forward: column shards",
+           "misaligned address"),
+    kernel("sines alone as halves", "forward.cu", "forward", "columns.sines == columns.cosines", "true", "plain",
+           "forward: column shards"),
+    kernel("rows of other shards are read", "../token.h", "forward_kernels_bfloat16", "id - first >= end - first",
+           "false", "asan", "forward: row shards", "AddressSanitizer: heap-buffer-overflow|use-after-poison"),
+    kernel("sine and cosine swapped", FORWARD, "forward_kernels_bfloat16", "cosine_first ? pair.cos : pair.sin",
+           "cosine_first ? pair.sin : pair.cos", "plain", "forward: kernels"),
+    kernel("far positions made by the near formulas", FORWARD, "forward_kernels_float32",
+           "magnitude(position) >= limit", "false", "plain", "forward: positions"),
+    kernel("every thread of a block writes all its positions", FORWARD, "forward_kernels_bfloat16",
+           "int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t t = blockIdx.x", "tsan",
+           "forward: kernels", "data race"),
+    kernel("threads write each other's rows", FORWARD, "forward_kernels_bfloat16",
+           "return blockIdx.z * int64_t{blockDim.z} + threadIdx.z", "return 0", "tsan", "forward: kernels",
+           "data race"),
+    kernel("blocks sum each other's chunks", BACKWARD, "backward",
+           "int64_t n = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t n = threadIdx.y", "tsan",
+           "backward: several blocks", "data race"),
+    kernel("plain accesses to the record", "out_of_range.cuh", "bounds",
+           "const volatile unsigned long long* const first", "const unsigned long long* const first", "tsan", "bounds",
+           "data race"),
+    kernel("the last token of a segment is left out", BACKWARD, "backward", "static_cast<int32_t>(at + 1)",
+           "static_cast<int32_t>(at)", "plain", "backward: patterns"),
+]  # fmt: skip
