@@ -157,8 +157,8 @@ FORWARD, BACKWARD = "forward.cuh", "backward.cuh"
 OVERFLOW = "AddressSanitizer: heap-buffer-overflow|use-after-poison"
 
 SHAPES = [
-    kernel("ids of a round past the last token", FORWARD, "forward_kernels_float32", "next.has(i) ? number : 0", "number",
-           "asan", "forward: tokens", OVERFLOW),
+    kernel("ids of a round past the last token", FORWARD, "forward_kernels_float32", "next.has(i) ? number : 0",
+           "number", "asan", "forward: tokens", OVERFLOW),
     kernel("rows of tokens past the last one", FORWARD, "forward_kernels_bfloat16", "walk.has(i) ? place : 0", "place",
            "asan", "forward: tokens", OVERFLOW),
     kernel("tokens past the last one are written", FORWARD, "forward_kernels_float16", "if (!walk.has(i)) break;", "",
