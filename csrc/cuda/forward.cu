@@ -39,9 +39,6 @@ bool rows_alone() {
   return asked;
 }
 
-// From so many rows on, tokens in flight lie along the batch and share an encoding.
-constexpr int64_t kLeastBatch = 4;
-
 KernelVariant choose(const ForwardParams& params) {
   const Columns& columns = params.encoding.columns;
   const bool fp64 = params.dtype == Dtype::float64;
@@ -65,7 +62,7 @@ KernelVariant choose(const ForwardParams& params) {
   constexpr int64_t kLongestAxis = int64_t{1} << 28;
   if (variant.vectors && !variant.general && variant.mode == Mode::shared && params.source != Source::none && !fp64 &&
       params.tokens.seq <= kLongestAxis && params.tokens.batch <= kLongestAxis && !rows_alone())
-    variant.in_flight = params.tokens.batch < kLeastBatch ? Inner::seq : Inner::batch;
+    variant.in_flight = params.tokens.batch < kRowsTogether ? Inner::seq : Inner::batch;
   return variant;
 }
 

@@ -25,6 +25,9 @@ enum class Mode {
 // forward_tokens: the axis along which a thread has several tokens in flight.
 enum class Inner { batch, seq };
 
+// From so many rows of the batch on, tokens in flight lie along it and share an encoding.
+constexpr int64_t kRowsTogether = 4;
+
 struct KernelVariant {
   bool vectors = false;
   Arrangement arrangement = Arrangement::none;

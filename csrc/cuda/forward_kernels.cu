@@ -54,8 +54,11 @@ void launch_forward(const ForwardParams& params, const KernelVariant& variant, c
   const Kernel kernel = params.source == Source::gathered ? kernel_of<T, Source::gathered>(variant)
                         : params.source == Source::dense  ? kernel_of<T, Source::dense>(variant)
                                                           : kernel_of<T, Source::none>(variant);
+  // What shares its encodings, or has rows of the batch in flight.
+  const int64_t together =
+      variant.vectors && variant.mode == Mode::shared && params.tokens.batch >= kRowsTogether ? kRowsTogether : 1;
   const ForwardShape shape = forward_shape(call.units, params.tokens.seq, params.tokens.batch,
-                                           launch.resident_blocks(kernel, kForwardThreads));
+                                           launch.resident_blocks(kernel, kForwardThreads), together);
   const dim3 block(shape.x, shape.y, shape.z), grid(shape.blocks_x, shape.blocks_y, shape.blocks_z);
   POSENC_LAUNCH(kernel, grid, block, launch.stream, params, call);
 }

@@ -44,13 +44,15 @@ inline int64_t steps_of(const Blocks& blocks, int64_t x_count, int64_t z_count, 
 }
 
 // A grid on a device that holds `resident` blocks at a time. One block for each step, if there is room; else the grid
-// that takes the fewest steps, and among equal ones that with the fewest blocks along z, whose steps may share work.
-inline Blocks balanced(int64_t x_count, int64_t z_count, int64_t resident) {
+// that takes the fewest steps, and among equal ones that with the fewest blocks along z. Where there is work enough, a
+// block has `together` steps along z at the least.
+inline Blocks balanced(int64_t x_count, int64_t z_count, int64_t resident, int64_t together = 1) {
   resident = std::max<int64_t>(resident, 1);
   x_count = std::max<int64_t>(x_count, 1), z_count = std::max<int64_t>(z_count, 1);
-  const int64_t most_z = std::min(z_count, kMostBlocksYZ);
+  if (x_count * z_count < together * resident) together = 1;
+  const int64_t most_z = std::clamp<int64_t>(z_count / together, 1, kMostBlocksYZ);
   if (x_count * most_z <= resident) return {x_count, most_z};
-  // Steps in hundredths of what a device without rounding would take: near enough is good enough.
+  // What it would take without rounding. Near enough is good enough.
   const double least = static_cast<double>(x_count) * static_cast<double>(z_count) / static_cast<double>(resident);
   Blocks best;
   int64_t best_steps = INT64_MAX;
@@ -80,14 +82,15 @@ struct ForwardShape {
   int64_t steps = 1;  // tokens of the busiest thread
 };
 
-inline ForwardShape forward_shape(int64_t units, int64_t seq, int64_t batch, int64_t resident_blocks) {
+// `together`: rows of the batch that a thread should have, since it shares something among them.
+inline ForwardShape forward_shape(int64_t units, int64_t seq, int64_t batch, int64_t resident, int64_t together) {
   ForwardShape shape;
   shape.x = threads_along(units, kForwardThreads);
   shape.y = std::min(kForwardThreads / shape.x, power_of_two_from(seq));
   shape.z = std::min({kForwardThreads / (shape.x * shape.y), power_of_two_from(batch), kMostThreadsZ});
   shape.blocks_y = std::min(divide_up(units, shape.x), kMostBlocksYZ);
   const int64_t along_seq = divide_up(seq, shape.y), along_batch = divide_up(batch, shape.z);
-  const Blocks blocks = balanced(along_seq, along_batch, resident_blocks / shape.blocks_y);
+  const Blocks blocks = balanced(along_seq, along_batch, resident / shape.blocks_y, together);
   shape.blocks_x = blocks.x, shape.blocks_z = blocks.z;
   shape.steps = divide_up(along_seq, blocks.x) * divide_up(along_batch, blocks.z);
   return shape;

@@ -308,6 +308,33 @@ void check_patterns(const Options& options) {
         }
 }
 
+// Segments of one token and longer ones at every place among the heads in flight, in rounds that end short; one id for
+// so many tokens that its partials come in rounds, whole and short.
+void check_heads_in_flight(const Options& options) {
+  for (const Dtype dtype : dtypes(options)) {
+    for (int64_t tokens = 1; tokens <= (options.few ? 9 : 24); ++tokens)
+      for (const int64_t rows : {2, 5, 9, 1000}) {
+        BackwardCase what{dtype, "uniform", tokens};
+        what.rows = rows;
+        what.width = 16;
+        what.scale_by_frequency = tokens % 2 == 0;
+        what.resident_threads = tokens % 3 == 0 ? 1 : 4096;
+        what.seed = static_cast<uint64_t>(tokens * 31 + rows);
+        check_both(what);
+      }
+    if (options.few) continue;
+    for (const int64_t tokens :
+         {8 * 64, 8 * 64 + 1, 9 * 64, 9 * 64 + 1, 10 * 64 + 63, 17 * 64, 17 * 64 + 1, 40 * 64 + 5})
+      for (const int64_t width : {16, 3}) {
+        BackwardCase what{dtype, "one hot", tokens};
+        what.width = width;
+        check_both(what);
+        what.pattern = "half hot";
+        check_both(what);
+      }
+  }
+}
+
 void check_views(const Options& options) {
   for (const Dtype dtype : dtypes(options)) {
     const int64_t vector = 16 / element_size(dtype);
@@ -441,6 +468,7 @@ void check_mixtures(const Options& options) {
 
 void check_backward(const Options& options) {
   if (begin_group(options, "backward: patterns")) check_patterns(options);
+  if (begin_group(options, "backward: heads in flight")) check_heads_in_flight(options);
   if (begin_group(options, "backward: views")) check_views(options);
   if (begin_group(options, "backward: widths")) check_widths(options);
   if (begin_group(options, "backward: several blocks")) check_several_blocks(options);

@@ -687,6 +687,56 @@ void check_out_of_range_in_loops(const Options& options) {
           }
 }
 
+// One thread with rounds of several tokens: whole ones, the last one short by any number, the next one past the end of
+// the ids, which end where their memory does. Along seq, with several rows of the batch one after the other, and along
+// the batch. Then the same with an id out of range at each place of a round in turn.
+void check_tokens_in_flight(const Options& options) {
+  Random random(41);
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : {Source::gathered, Source::dense})
+      for (int64_t layout = 0; layout < kTestLayouts; ++layout)
+        for (const auto& [batch, seq] : {std::pair{1, 1},
+                                         {1, 2},
+                                         {1, 3},
+                                         {1, 4},
+                                         {1, 5},
+                                         {1, 9},
+                                         {1, 4099},
+                                         {2, 6},
+                                         {3, 7},
+                                         {4, 3},
+                                         {5, 2},
+                                         {6, 2},
+                                         {7, 1},
+                                         {8, 3},
+                                         {13, 2},
+                                         {67, 9}})
+          for (const bool is_int64 : {true, false}) {
+            if (options.few && (batch * seq > 30 || layout == kCosineFirst)) continue;
+            if (seq > 4000 && layout != kInterleaved) continue;
+            ForwardCase what{dtype, source, layout};
+            what.batch = batch, what.seq = seq;
+            what.width = 32 / element_size(dtype);
+            what.int64_ids = is_int64;
+            what.given = is_int64 ? Given::nothing : Given::for_seq;
+            what.offset = is_int64 ? -2 : 0;
+            what.precision = kBothPrecisions[(batch + seq) % 2];
+            what.sequence_first = layout == kCosSin;
+            what.resident_threads = 1;
+            what.any_base = seq == 9;
+            what.out_gap = batch == 5 ? 16 : 0;
+            what.seed = random.bits();
+            check_case(what);
+            if (source == Source::dense || seq > 4000) continue;
+            what.first_row = 3, what.end_row = 8;
+            check_case(what);
+            what.first_row = 0, what.end_row = kWholeTable;
+            for (int64_t place = 0; place < std::min<int64_t>(what.tokens(), 9); ++place)
+              check_out_of_range_at(what, {place});
+            check_out_of_range_at(what, {what.tokens() - 1});
+          }
+}
+
 void check_bounds(const Options& options) {
   Random random(11);
   for (const bool is_int64 : {true, false})
@@ -816,6 +866,7 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: mixtures")) check_mixtures(options);
   if (begin_group(options, "forward: out of range")) check_out_of_range(options);
   if (begin_group(options, "forward: out of range in loops")) check_out_of_range_in_loops(options);
+  if (begin_group(options, "forward: tokens in flight")) check_tokens_in_flight(options);
   if (begin_group(options, "bounds check")) check_bounds(options);
   if (!options.few && begin_group(options, "forward: far apart")) check_far_apart(options);
 }

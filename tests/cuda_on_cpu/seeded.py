@@ -79,7 +79,9 @@ HOST = [
     host("a running sum on the default stream", "cuda/sort.cu",
          "static_cast<int>(shape.count), static_cast<cudaStream_t>(stream)", "static_cast<int>(shape.count), nullptr",
          "results"),
-    host("no threads at a time", RUNTIME, "int64_t{processors} * 1024", "int64_t{processors} * 0", "launch shapes"),
+    host("occupancy is asked for at every launch", RUNTIME,
+         "if (found != resident_blocks_.end()) return found->second;", "", "launch shapes"),
+    host("no threads at a time", RUNTIME, "int64_t{blocks} * processors_", "int64_t{blocks} * 0", "launch shapes"),
     host("the size of the wrong device", RUNTIME, "cudaDevAttrMultiProcessorCount, index)",
          "cudaDevAttrMultiProcessorCount, 0)", "launch shapes"),
     # Memory.
@@ -152,6 +154,45 @@ def kernel(name: str, file: str, units: str, old: str, new: str, mode: str, only
 
 FORWARD, BACKWARD = "forward.cuh", "backward.cuh"
 
+OVERFLOW = "AddressSanitizer: heap-buffer-overflow|use-after-poison"
+
+SHAPES = [
+    kernel("ids of a round past the last token", FORWARD, "forward_kernels_float32", "next.has(i) ? number : 0",
+           "number", "asan", "forward: tokens", OVERFLOW),
+    kernel("rows of tokens past the last one", FORWARD, "forward_kernels_bfloat16", "walk.has(i) ? place : 0", "place",
+           "asan", "forward: tokens", OVERFLOW),
+    kernel("tokens past the last one are written", FORWARD, "forward_kernels_float16", "if (!walk.has(i)) break;", "",
+           "asan", "forward: tokens", OVERFLOW),
+    kernel("threads beyond the outer axis have tokens", FORWARD, "forward_kernels_float32",
+           "if (outer >= length(!kAlongSeq)) inner = length(kAlongSeq);", "", "asan", "forward: kernels", OVERFLOW),
+    kernel("one encoding for all tokens in flight", FORWARD, "forward_kernels_bfloat16", "walk.t(i) != made_for",
+           "made_for < 0", "plain", "forward: tokens"),
+    kernel("a far position makes the next ones far", FORWARD, "forward_kernels_float32",
+           "far = columns.is_far(position);", "far |= columns.is_far(position);", "plain", "forward: kernels"),
+    kernel("only the first token in flight may be out of range", FORWARD, "forward_kernels_float16",
+           "slow |= !token.in_range;", "slow |= i == 0 && !token.in_range;", "plain", "forward: tokens"),
+    kernel("the ids of the first round for every round", FORWARD, "forward_kernels_bfloat16",
+           "ask_for_ids(); Token<float> token;", "Token<float> token;", "plain", "forward: tokens"),
+    kernel("tokens of other shards are +0", FORWARD, "forward_kernels_float32", "token.scale = -0.0f;",
+           "token.scale = 0.0f;", "plain", "forward: tokens"),
+    kernel("the step of a place in the output for that of a base term", FORWARD, "forward_kernels_float32",
+           "token.out += walk.step_of(params.out_strides)", "token.out += walk.step_of(params.base_strides)", "plain",
+           "forward: tokens"),
+    kernel("the last token of a segment counts as a segment", BACKWARD, "backward",
+           "keys[i] != keys[i + 1] && keys[i + 1] != keys[i + 2]", "keys[i + 1] != keys[i + 2]", "plain",
+           "backward: heads"),
+    kernel("one partial too many", BACKWARD, "backward", "n + (end - begin - 1) / kSumChunk",
+           "n + (end - begin) / kSumChunk", "plain", "backward: heads"),
+    kernel("partials in flight past the last one", BACKWARD, "backward", "n + kPartialsInFlight <= last",
+           "n + kPartialsInFlight <= last + 1", "plain", "backward: heads"),
+    kernel("a key past the last one", BACKWARD, "backward", "at >= 0 && at < tokens.count ?", "at >= 0 ?", "asan",
+           "backward: heads", OVERFLOW),
+    kernel("a token past the last one", BACKWARD, "backward", "order[first + i < tokens.count ? first + i : first]",
+           "order[first + i]", "asan", "backward: heads", OVERFLOW),
+    kernel("half of the output is cleared", "backward.cu", "backward", "(params.out, 0, bytes,",
+           "(params.out, 0, bytes / 2,", "plain", "backward: heads"),
+]  # fmt: skip
+
 KERNELS = [
     kernel("one token too far", BACKWARD, "backward", "for (; at < last; ++at)", "for (; at <= last; ++at)",
            "asan", "backward: patterns", "AddressSanitizer: heap-buffer-overflow|use-after-poison"),
@@ -183,4 +224,6 @@ KERNELS = [
            "data race"),
     kernel("the last token of a segment is left out", BACKWARD, "backward", "static_cast<int32_t>(at + 1)",
            "static_cast<int32_t>(at)", "plain", "backward: patterns"),
+    # Several tokens, heads and partials in flight.
+    *SHAPES,
 ]  # fmt: skip
