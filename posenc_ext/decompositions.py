@@ -19,7 +19,7 @@ from torch import Tensor
 
 from posenc_ext import _C
 from posenc_ext.conventions import DIVISORS, LAYOUTS, ODD_RULES, PRECISIONS, SEQUENCE_FIRST
-from posenc_ext.ops import compose
+from posenc_ext.ops import compose, positions
 from posenc_ext.ops.call import GradientCall, by_name
 from posenc_ext.ops.compose import _wide
 from posenc_ext.reference import sinusoid_columns
@@ -281,4 +281,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "add_positional_encoding_out": _add_out,
     "positional_encoding": _encode,
     "positional_encoding_out": _encode_out,
+    "positions_from_padding": positions.compose_from_padding,
+    "positions_from_cu_seqlens": positions.compose_from_cu_seqlens,
+    "positions_from_sequence_ids": positions.compose_from_sequence_ids,
 }

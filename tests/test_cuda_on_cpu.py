@@ -120,6 +120,10 @@ SEEDED = [
            "OutOfRange* const record", "tsan", "bounds", "data race"),
     Seeded("the last token of a segment is left out", "backward.cuh", "backward", "static_cast<int32_t>(at + 1)",
            "static_cast<int32_t>(at)", "plain", "backward: patterns", "FAILED"),
+    Seeded("a tile is written while the last one is read", "positions.cuh", "positions",
+           "__syncthreads();  // the next tile", ";  // the next tile", "tsan", "positions: padding", "data race"),
+    Seeded("tiles do not go on", "positions.cuh", "positions", "before = Row::join(before, ", "before = (", "plain",
+           "positions: padding", "FAILED"),
 ]  # fmt: skip
 
 

@@ -170,7 +170,8 @@ class Builder:
         """The checks, and the CPU backend that they compare the kernels with."""
         reference = [*sorted((CSRC / "cpu").rglob("*.cpp")), CSRC / "frequency.cpp", CSRC / "segments.cpp"]
         checks = [
-            HERE / name for name in ("checks.cpp", "forward_checks.cpp", "backward_checks.cpp", "sort_on_cpu.cpp")
+            HERE / f"{name}.cpp"
+            for name in ("checks", "forward_checks", "backward_checks", "positions_checks", "sort_on_cpu")
         ]
         include = [f"-I{HERE}", f"-I{CSRC}"]
         # The slowest first.
