@@ -28,7 +28,7 @@ from posenc_ext.conventions import (
     PRECISIONS,
     SEQUENCE_FIRST,
 )
-from posenc_ext.ops import compose
+from posenc_ext.ops import compose, positions
 from posenc_ext.ops.call import GradientCall, by_name, with_running_index
 from posenc_ext.ops.compose import _scaled, _wide
 from posenc_ext.reference import sinusoid_columns
@@ -317,4 +317,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "add_positional_encoding_out": _add_out,
     "positional_encoding": _encode,
     "positional_encoding_out": _encode_out,
+    "positions_from_padding": positions.compose_from_padding,
+    "positions_from_cu_seqlens": positions.compose_from_cu_seqlens,
+    "positions_from_sequence_ids": positions.compose_from_sequence_ids,
 }

@@ -28,6 +28,7 @@ from posenc_ext import _C, jagged
 from posenc_ext.conventions import AT_PADDING, DIVISORS, NO_ENCODING, Convention, Spec, resolve
 from posenc_ext.ops import compose as _compose
 from posenc_ext.ops import elements as _elements
+from posenc_ext.ops import positions as _positions
 from posenc_ext.ops import shard as _shard
 from posenc_ext.ops.add import run as run_add
 from posenc_ext.ops.call import (
@@ -55,6 +56,9 @@ __all__ = [
     "check_integer",
     "embed",
     "positional_encoding",
+    "positions_from_cu_seqlens",
+    "positions_from_padding",
+    "positions_from_sequence_ids",
     "resolve_offset",
     "scaled_embedding",
     "with_running_index",
@@ -349,6 +353,123 @@ def positional_encoding(
         raise
 
 
+def positions_from_padding(
+    ids_or_mask: Tensor,
+    padding_idx: int,
+    *,
+    offset: int | Tensor = 0,
+    first_position: int = 0,
+    padding_position: int | None = 0,
+    batch_first: bool = True,
+) -> Tensor:
+    """Positions that count the real tokens of each row alone, so that padding on either side changes none of them.
+
+    A real token has `first_position + offset + (real tokens before it)`, a pad `padding_position`. What projects write:
+
+        attention_mask.cumsum(-1) - 1         positions_from_padding(attention_mask, 0, padding_position=None)
+        the same, masked_fill(mask == 0, 1)   positions_from_padding(attention_mask, 0, padding_position=1)
+        fairseq, M2M100, with pad the         positions_from_padding(ids, pad, offset=cache_length,
+        id of pads: from pad + 1, pad           first_position=pad + 1, padding_position=pad)
+        OPT: (cumsum * mask - 1) + 2          positions_from_padding(mask, 0, first_position=2, padding_position=1)
+        FSMT: the offset at pads too          positions_from_padding(ids, pad, first_position=pad + 1,
+                                                padding_position=pad) + cache_length
+
+    Args:
+        ids_or_mask: token ids or a mask [..., length] (batch-first) or [length, ...], int64, int32 or bool.
+        padding_idx: the number that marks a pad. Of ids that of the pad token, as it stands in them; 0 for an attention
+            mask (1 is a real token); 1, or True, for a `key_padding_mask` of PyTorch (True is a pad).
+        offset: the number of real tokens in the cache of a decoder, added to the positions of real tokens: an int or an
+            integer tensor, 0-d or one number for each row of the batch.
+        first_position: of the first real token of a row.
+        padding_position: of every pad. None: counting goes on there, so a pad has the position of the real token before
+            it, and those at the beginning have `first_position + offset - 1`.
+        batch_first: which axis is the sequence: the last one or the first one.
+
+    Returns:
+        int64, contiguous, of the shape of `ids_or_mask`.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit. A nested tensor is refused: its rows need no pads, and
+            positions start anew in each of them.
+    """
+    try:
+        if has_torch_function_unary(ids_or_mask) or ids_or_mask.is_nested:
+            return _overridden(positions_from_padding, "ids_or_mask", locals())
+        offsets = None
+        if isinstance(offset, Tensor):
+            check_integer("positions_from_padding", "offset", offset)
+            offsets, offset = offset, 0
+        elif type(offset) is not int:
+            offset, _, _ = resolve_offset(
+                offset, None, ids_or_mask.shape, batch_first, 0, ids_or_mask.device, "positions_from_padding"
+            )
+        first = first_position + offset
+        check_offset("positions_from_padding", first)
+        return _positions.from_padding(ids_or_mask, padding_idx, offsets, first, padding_position, batch_first)
+    except Exception:
+        _explain("positions_from_padding", ids_or_mask=ids_or_mask)
+        _explain_integers(
+            "positions_from_padding",
+            padding_idx=padding_idx,
+            first_position=first_position,
+            padding_position=padding_position,
+        )
+        raise
+
+
+def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, *, first_position: int = 0) -> Tensor:
+    """Positions of sequences packed behind one another, which start anew in each of them.
+
+    Args:
+        cu_seqlens: 0 and then the end of each sequence, int32 or int64 [sequences + 1], as FlashAttention and
+            `torch.nn.attention.varlen` take them. On the CPU they are checked. On a GPU that would be to wait for the
+            device, so wrong ones give wrong positions.
+        total: number of tokens, at least the last of `cu_seqlens`. Tokens after it count anew from there.
+        first_position: of the first token of each sequence.
+
+    Returns:
+        int64 [total].
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+    """
+    try:
+        if has_torch_function_unary(cu_seqlens) or cu_seqlens.is_nested:
+            return _overridden(positions_from_cu_seqlens, "cu_seqlens", locals())
+        check_offset("positions_from_cu_seqlens", first_position)
+        return _positions.from_cu_seqlens(cu_seqlens, total, first_position)
+    except Exception:
+        _explain("positions_from_cu_seqlens", cu_seqlens=cu_seqlens)
+        _explain_integers("positions_from_cu_seqlens", total=total, first_position=first_position)
+        raise
+
+
+def positions_from_sequence_ids(ids: Tensor, *, first_position: int = 0, batch_first: bool = True) -> Tensor:
+    """Positions of packed rows, which start anew wherever the number of the sequence changes.
+
+    Args:
+        ids: which sequence each token belongs to, int64 or int32 [..., length] (batch-first) or [length, ...]. Any
+            numbers: only where one differs from the one before it matters.
+        first_position: of the first token of each sequence.
+        batch_first: which axis is the sequence: the last one or the first one.
+
+    Returns:
+        int64, contiguous, of the shape of `ids`.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+    """
+    try:
+        if has_torch_function_unary(ids) or ids.is_nested:
+            return _overridden(positions_from_sequence_ids, "ids", locals())
+        check_offset("positions_from_sequence_ids", first_position)
+        return _positions.from_sequence_ids(ids, first_position, batch_first)
+    except Exception:
+        _explain("positions_from_sequence_ids", ids=ids)
+        _explain_integers("positions_from_sequence_ids", first_position=first_position)
+        raise
+
+
 def angular_frequencies(
     d_model: int, *, convention: str | Convention = "vaswani", precision: str | None = None
 ) -> Tensor:
@@ -378,6 +499,11 @@ def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[st
     """What a nested tensor, a subclass with `__torch_function__` or a mode makes of a call."""
     given = arguments[tokens]
     if isinstance(given, Tensor) and given.is_nested:
+        if function.__name__.startswith("positions_from_"):
+            raise ValueError(
+                f"posenc_ext::{function.__name__}: {tokens} must not be nested, got layout {given.layout}; without it "
+                "the positions of a nested tensor start anew in each row"
+            )
         return jagged.apply(function, function.__name__, tokens, arguments)
     relevant = (given, arguments["weight"]) if "weight" in arguments else (given,)
     result: Tensor = handle_torch_function(function, relevant, **arguments)
@@ -393,6 +519,19 @@ def _explain(op: str, **arguments: Any) -> None:
             raise TypeError(f"posenc_ext::{op}: {name} must be a torch.Tensor, got {type(value).__name__}") from None
         if value.layout not in (torch.strided, torch.jagged):
             raise ValueError(f"posenc_ext::{op}: {name} must be a dense tensor, got layout {value.layout}") from None
+
+
+def _explain_integers(op: str, **arguments: Any) -> None:
+    """As `_explain`, for integers."""
+    for name, value in arguments.items():
+        if not isinstance(value, (Integral, torch.SymInt, Tensor)) and not (
+            value is None and name == "padding_position"
+        ):
+            raise TypeError(f"posenc_ext::{op}: {name} must be an int, got {type(value).__name__}") from None
+        if isinstance(value, Integral):
+            integer = int(value)
+            if not -(2**63) <= integer < 2**63:
+                raise ValueError(f"posenc_ext::{op}: {name} {integer} exceeds the int64 range") from None
 
 
 def _explain_positions(given: Any) -> None:

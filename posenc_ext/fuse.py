@@ -411,7 +411,7 @@ def unfuse(module: nn.Module, *, max_len: int = 5000) -> nn.Module:
 
     Raises:
         ValueError: `max_len` is not positive, or a layer does more than its class: it has hooks, a forward of its own,
-            or is of a subclass. Nothing has been replaced then.
+            or is of a subclass; or it has `count_padding=False`. Nothing has been replaced then.
     """
     if type(max_len) is not int or max_len <= 0:
         raise ValueError(f"posenc_ext.unfuse: max_len must be a positive int, got {max_len!r}")
@@ -421,6 +421,9 @@ def unfuse(module: nn.Module, *, max_len: int = 5000) -> nn.Module:
             if type(child) not in kinds or _altered([child]):
                 text = f"{_place(path)} ({_names([child])}) has a class, hooks or a forward of its own"
                 raise ValueError(f"posenc_ext.unfuse: {text}, so it may do more than a plain module")
+            if not getattr(child, "count_padding", True):
+                text = f"{_place(path)} ({_names([child])}) has count_padding=False"
+                raise ValueError(f"posenc_ext.unfuse: {text}, and the textbook's modules count pads")
             plain[id(child)] = _textbook(child, max_len)
     return _replaced(module, plain)
 

@@ -19,6 +19,7 @@ from posenc_ext.functional import (
     check_integer,
     embed,
     positional_encoding,
+    positions_from_padding,
     resolve_offset,
     scaled_embedding,
     with_running_index,
@@ -76,6 +77,7 @@ def _of_lut(name: str) -> Any:
 # torch.fx.symbolic_trace takes a call of these as one node. What looks at a shape is done in them.
 torch.fx.wrap("_checked_rows")
 torch.fx.wrap("_add_sinusoids")
+torch.fx.wrap("_counted")
 torch.fx.wrap("_add_learned")
 
 
@@ -88,6 +90,41 @@ def _checked_rows(rows: Tensor, x: Tensor, d_model: int, owner: str) -> Tensor:
             f"got {list(rows.shape)}"
         )
     return rows
+
+
+def _counted(
+    x: Tensor,
+    padding_idx: int | None,
+    count_padding: bool,
+    offset: int | Tensor,
+    positions: Tensor | None,
+    padding_mask: Tensor | None,
+    convention: str | Convention,
+    batch_first: bool,
+) -> tuple[int | Tensor, Tensor | None]:
+    """Offset and positions of a `TransformerEmbedding` whose pads are told apart."""
+
+    def refuse(text: str) -> ValueError:
+        return ValueError(f"posenc_ext.TransformerEmbedding: {text}")
+
+    pads, mark = x, padding_idx
+    if padding_mask is not None:
+        if count_padding or positions is not None:
+            beside = "count_padding=True" if count_padding else "positions"
+            raise refuse(f"padding_mask cannot be combined with {beside}")
+        if not isinstance(padding_mask, Tensor) or padding_mask.dtype != torch.bool or padding_mask.shape != x.shape:
+            got = (
+                f"{padding_mask.dtype} {list(padding_mask.shape)}" if isinstance(padding_mask, Tensor) else padding_mask
+            )
+            text = f"padding_mask must be a bool tensor of the shape of x {list(x.shape)}, True at pads"
+            raise refuse(f"{text} (attention_mask == 0), got {got}")
+        pads, mark = padding_mask, 1
+    elif count_padding or positions is not None:
+        return offset, positions
+    if mark is None:
+        raise refuse("count_padding=False needs padding_idx, or a padding_mask, got neither")
+    first = resolve(convention).first_position  # a graph of torch.fx has its name
+    return 0, positions_from_padding(pads, mark, offset=offset, first_position=first, batch_first=batch_first)
 
 
 def _add_sinusoids(
@@ -415,11 +452,13 @@ class TransformerEmbedding(_Lookup, _Encoded):
         convention, precision, encoding_scale, dropout, batch_first: as in `PositionalEncoding`.
         at_padding: what a token of `padding_idx` is, as in `functional.embed`.
         token_scale: factor of the looked-up row; None for sqrt(d_model).
+        count_padding: False: positions count real tokens only, see `functional.positions_from_padding`. Pads are the
+            ids `padding_idx`, or what a `padding_mask` given to the call says.
 
     Attributes:
         lut, weight, num_embeddings, ...: as in `Embeddings`. Where `lut` is not plain it is called, and scale and
             encoding are added in one more pass.
-        token_scale, embed_scale: as given.
+        token_scale, embed_scale, count_padding: as given.
         dropout: an `nn.Dropout`.
 
     Loads checkpoints of the textbook pair (`0.lut.weight`, or what a parametrised `lut` saves) and of version 0.1
@@ -429,12 +468,15 @@ class TransformerEmbedding(_Lookup, _Encoded):
         ValueError: a size that is not positive, or an option out of range.
     """
 
+    count_padding = True  # of layers that were pickled without it
+
     def __init__(
         self,
         vocab_size: int,
         d_model: int,
         *,
         padding_idx: int | None = None,
+        count_padding: bool = True,
         convention: str | Convention = "vaswani",
         precision: str | None = None,
         encoding_scale: float | Tensor = 1.0,
@@ -468,10 +510,34 @@ class TransformerEmbedding(_Lookup, _Encoded):
         self.dropout = _dropout("TransformerEmbedding", dropout)
         self.token_scale = math.sqrt(d_model) if token_scale is None else float(token_scale)
         self.batch_first = batch_first
+        self.count_padding = count_padding
 
-    def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
-        """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; the rest as in `functional`."""
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        offset: int | Tensor = 0,
+        positions: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; `offset`, `positions` as in `functional`.
+
+        With `count_padding=False`, `padding_mask` (bool, of the shape of x, True at pads, as `key_padding_mask` in
+        `torch.nn`) says which tokens are pads, and `offset` is how many real tokens came before, one number a row where
+        they differ. Explicit `positions` are taken as they are.
+        """
         lut: Any = self._modules["lut"]
+        if padding_mask is not None or not self.count_padding:
+            offset, positions = _counted(
+                x,
+                lut.padding_idx,
+                self.count_padding,
+                offset,
+                positions,
+                padding_mask,
+                self._convention,
+                self.batch_first,
+            )
         dropout: Any = self._modules["dropout"]
         weight, dropout_p = plain_weight(lut), probability_in_pass(dropout, x)
         if weight is None:
@@ -524,6 +590,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
         return (
             f"convention={self.convention.name!r}, precision={self.precision!r}, "
             f"token_scale={self.token_scale:.6g}, batch_first={self.batch_first}"
+            + ("" if self.count_padding else ", count_padding=False")
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

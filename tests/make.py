@@ -310,6 +310,8 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
         **{"flags": flags, "base": base, "token_scale": scale, "offset": offset},
     }
     general = named | {"padding_idx": padding, "scale_grad_by_freq": by_frequency}
+    rows = input if input.dim() else input.unsqueeze(0)
+    starts = torch.tensor([0, 2, 2, 5], dtype=input.dtype, device=input.device)
     calls = [
         OpCall("embed", (weight, input, positions, offset, scale, *chosen, padding, by_frequency, False)),
         OpCall("embed_general", (weight, input), general),
@@ -324,6 +326,11 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
         OpCall("add_general_out", (a,), named | {"out": out.clone()}),
         OpCall("positional_encoding", (counted, width, offset, *chosen, weight.dtype)),
         OpCall("positional_encoding_out", (counted, width, offset, *chosen, out.clone())),
+        OpCall("positions_from_padding", (rows, 1, rows.select(-1 if order else 0, 0), offset, None, order))
+        if rows.numel()
+        else OpCall("positions_from_padding", (rows, 1)),
+        OpCall("positions_from_cu_seqlens", (starts, 7, offset)),
+        OpCall("positions_from_sequence_ids", (rows, offset, order)),
     ]
     return {call.op: call for call in calls}
 

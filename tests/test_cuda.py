@@ -691,8 +691,36 @@ def test_more_than_two_to_the_31_elements_of_the_table(device):
     assert got[:-1].count_nonzero() == 0
 
 
+@make.each("shape", [(1, 1), (3, 7), (300, 5), (2, 2047), (2, 2048), (3, 5000), (2, 3, 300)])
+@make.each("dtype", [torch.int64, torch.int32])
+def test_counted_positions(device, shape, dtype):
+    """Rows of one and of several tiles, more rows than the device has blocks, every stride."""
+    tokens = ids(shape, 3, dtype=dtype)
+    for batch_first, view in itertools.product((True, False), (lambda t: t, lambda t: t.transpose(0, -1))):
+        given = view(tokens)
+        rows = given.shape[:-1] if batch_first else given.shape[1:]
+        for offset in (0, 5, torch.tensor(7), ids(rows, 90, dtype=dtype)):
+            moved = offset.to(device) if isinstance(offset, torch.Tensor) else offset
+            for options in ({}, {"padding_position": None, "first_position": 2}):
+                options = {**options, "batch_first": batch_first}
+                got = functional.positions_from_padding(given.to(device), 1, offset=moved, **options)
+                want = functional.positions_from_padding(given, 1, offset=offset, **options)
+                assert_same_bits(got.cpu(), want, f"{shape}, {options}")
+        mask = given != 1
+        got = functional.positions_from_padding(mask.to(device), 0, batch_first=batch_first)
+        assert_same_bits(got.cpu(), functional.positions_from_padding(mask, 0, batch_first=batch_first), "mask")
+        numbers = given.sort(-1 if batch_first else 0)[0]
+        got = functional.positions_from_sequence_ids(numbers.to(device), batch_first=batch_first)
+        assert_same_bits(got.cpu(), functional.positions_from_sequence_ids(numbers, batch_first=batch_first), "numbers")
+    starts = torch.cat([torch.tensor([0]), tokens.flatten().cumsum(0)]).to(dtype)
+    got = functional.positions_from_cu_seqlens(starts.to(device), int(starts[-1]) + 3, first_position=1)
+    want = functional.positions_from_cu_seqlens(starts, int(starts[-1]) + 3, first_position=1)
+    assert_same_bits(got.cpu(), want, "starts")
+
+
 def test_functional_is_what_was_tested():
     """Every public function is called above, but for those that reach no kernel."""
     tested = {"add_positional_encoding", "embed", "positional_encoding", "scaled_embedding"}
+    tested |= {"positions_from_cu_seqlens", "positions_from_padding", "positions_from_sequence_ids"}
     of_the_host = {"angular_frequencies", "broadcast_positions", "check_integer", "resolve_offset"}
     assert set(functional.__all__) == tested | of_the_host

@@ -148,7 +148,7 @@ def strided_calls(stride: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Ite
     options = {"positions": stride(torch.randint(90, (3, 4))), "offset": 3, "convention": "tensor2tensor"}
     sample = make.Sample("", make.table(5, 12, dtype=dtype)[:, ::2], stride(make.ids((3, 4), 5)), options)
     for call in itertools.chain(make.op_calls(sample).values(), make.raw_calls(sample).values()):
-        takes_x = "backward" in call.op or "bwd" in call.op or "add" in call.op
+        takes_x = "backward" in call.op or "bwd" in call.op or "add_" in call.op
         if takes_x:
             call.args = (stride(make.x((3, 4, 6), dtype=dtype)), *call.args[1:])
         yield call

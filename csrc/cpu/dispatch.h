@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../params.h"
+#include "../positions.h"
 
 namespace posenc::cpu {
 
@@ -13,6 +14,11 @@ POSENC_API int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t
 
 POSENC_API void forward(const ForwardParams& params, ParallelFor parallel_for);
 void backward(const BackwardParams& params, ParallelFor parallel_for);
+
+// Positions that are counted, see positions.h.
+void count_real_tokens(const PaddingParams& params, ParallelFor parallel_for);
+void count_in_sequences(const SequenceIdParams& params, ParallelFor parallel_for);
+void count_in_sequences(const SequenceStartParams& params, ParallelFor parallel_for);
 
 // Instruction sets built into this library that this machine can run, best first, and the one in use.
 POSENC_API std::vector<std::string> available_isas();

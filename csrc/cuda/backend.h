@@ -11,6 +11,7 @@
 
 #include "../frequency.h"
 #include "../params.h"
+#include "../positions.h"
 #include "sort.h"
 
 namespace posenc::cuda {
@@ -102,6 +103,11 @@ void forward(const ForwardParams& params, const Launch& launch);
 
 // Contiguous ids, to lie in [0, rows).
 void check_bounds(const Integers& ids, int64_t count, int64_t rows, const Launch& launch);
+
+// Positions that are counted, see positions.h.
+void count_real_tokens(const PaddingParams& params, const Launch& launch);
+void count_in_sequences(const SequenceIdParams& params, const Launch& launch);
+void count_in_sequences(const SequenceStartParams& params, const Launch& launch);
 
 // Moves what a record holds to `taken` and forgets it; taken->key is kNoKey where it holds nothing. `found` and `taken`
 // are in memory of the host that the device can write.

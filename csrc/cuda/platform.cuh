@@ -6,11 +6,12 @@
 #include <string>
 
 #if defined(POSENC_CUDA_ON_CPU)
-#include "cuda_shim.h"  // brings POSENC_LAUNCH
+#include "cuda_shim.h"  // brings POSENC_LAUNCH and POSENC_SHARED
 #else
 #include <cuda_runtime.h>
 #define POSENC_LAUNCH(kernel, grid, block, stream, ...) \
   kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+#define POSENC_SHARED(T, name, count) __shared__ T name[count]
 #endif
 
 #include <cuda_bf16.h>

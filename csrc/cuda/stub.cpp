@@ -26,6 +26,9 @@ void check_errors() {}
 
 void forward(const ForwardParams&, const Launch&) { refuse(); }
 void check_bounds(const Integers&, int64_t, int64_t, const Launch&) { refuse(); }
+void count_real_tokens(const PaddingParams&, const Launch&) { refuse(); }
+void count_in_sequences(const SequenceIdParams&, const Launch&) { refuse(); }
+void count_in_sequences(const SequenceStartParams&, const Launch&) { refuse(); }
 GradientScratch::GradientScratch(const GradientTokens&, const BackwardParams&, bool) { refuse(); }
 void GradientScratch::place(void*) { refuse(); }
 void backward(const GradientTokens&, const BackwardParams&, const GradientScratch&, const Launch&) { refuse(); }

@@ -31,7 +31,7 @@ except (ImportError, OSError) as error:
         f"{error}. Install it anew with `pip install .`"
     ) from error
 
-from posenc_ext.ops import add, compose, embed, fake  # noqa: E402, F401
+from posenc_ext.ops import add, compose, embed, fake, positions  # noqa: E402, F401
 
 
 def ops_library() -> str:

@@ -169,6 +169,39 @@ def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) 
     return grad.new_empty((count,), dtype=torch.int64), grad.new_empty((count, grad.shape[-1]))
 
 
+def _rows_of(op: str, argument: str, tokens: Tensor, booleans: bool = False) -> Tensor:
+    good = tokens.dtype in (torch.int64, torch.int32) or (booleans and tokens.dtype == torch.bool)
+    kinds = "int64, int32 or bool" if booleans else "int64 or int32"
+    _require(good, op, f"{argument} must have dtype {kinds}, got {tokens.dtype}")
+    _require(tokens.dim() > 0, op, f"{argument} must have at least 1 dimension, got a scalar")
+    return tokens.new_empty(tokens.shape, dtype=torch.int64)
+
+
+def _from_padding(op: str, input: Tensor, offsets: Tensor | None = None, batch_first: bool = True, **_: Any) -> Tensor:
+    result = _rows_of(op, "ids_or_mask", input, booleans=True)
+    if offsets is not None:
+        _check_integers(op, "offset", offsets)
+        batch = input.shape[:-1] if batch_first else input.shape[1:]
+        text = f"offset must be 0-d or hold one number for each row of the batch {list(batch)}, got shape "
+        _require(offsets.dim() == 0 or offsets.shape == batch, op, f"{text}{list(offsets.shape)}")
+        if offsets.dim() or offsets.device.type != "cpu":
+            _check_device(op, "offset", offsets, input, "ids_or_mask")
+    return result
+
+
+def _from_cu_seqlens(op: str, cu_seqlens: Tensor, total: int, **_: Any) -> Tensor:
+    _check_integers(op, "cu_seqlens", cu_seqlens)
+    _require(cu_seqlens.dim() == 1, op, f"cu_seqlens must have 1 dimension, got shape {list(cu_seqlens.shape)}")
+    text = "cu_seqlens must hold a 0 and the end of each sequence, got no numbers"
+    _require(cu_seqlens.shape[0] >= 1, op, text)
+    _require(total >= 0, op, f"total must not be negative, got {total}")
+    return cu_seqlens.new_empty([total], dtype=torch.int64)
+
+
+def _from_sequence_ids(op: str, ids: Tensor, **_: Any) -> Tensor:
+    return _rows_of(op, "ids", ids)
+
+
 def _register(name: str, op: str, check: Callable[..., Any]) -> None:
     overload = getattr(torch.ops.posenc_ext, name).default
 
@@ -189,6 +222,9 @@ for _op, _check, *_names in (
     ("add_positional_encoding", _add, "add_positional_encoding_out"),
     ("add_general", _add, "add_general", "add_general_out"),
     ("positional_encoding", _encode, "positional_encoding", "positional_encoding_out"),
+    ("positions_from_padding", _from_padding, "positions_from_padding"),
+    ("positions_from_cu_seqlens", _from_cu_seqlens, "positions_from_cu_seqlens"),
+    ("positions_from_sequence_ids", _from_sequence_ids, "positions_from_sequence_ids"),
 ):
     for _name in _names:
         _register(_name, _op, _check)

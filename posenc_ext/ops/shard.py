@@ -108,6 +108,36 @@ def add(
     return _dtensor(result, mesh, whole.placements, whole.shape)
 
 
+def positions(
+    op: str,
+    name: str,
+    count: Callable[..., Tensor],
+    tokens: Tensor,
+    batch_first: bool,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """`count(tokens)`, or `count(tokens, offsets=...)`, for ids that are a DTensor; the result is placed as they are.
+
+    Ids whose sequence axis is in parts are gathered first, since a count goes on from part to part.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole = cast("DTensor", tokens)
+    _check_placements(op, name, whole)
+    mesh, sequence = whole.device_mesh, whole.dim() - 1 if batch_first else 0
+    of_rows = tuple(Replicate() if p.is_shard(sequence) else p for p in whole.placements)
+    rest = {}
+    if offsets is not None:
+        # Their axes are the batch axes of the tokens.
+        of_offsets = tuple(
+            Shard(p.dim - (not batch_first)) if isinstance(p, Shard) and offsets.dim() else Replicate() for p in of_rows
+        )
+        rest["offsets"] = _on_mesh(op, "offset", offsets, mesh).redistribute(placements=of_offsets).to_local()
+    local = count(whole.redistribute(placements=of_rows).to_local(), **rest)
+    result = cast("DTensor", _dtensor(local, mesh, of_rows, tuple(whole.shape)))
+    return result.redistribute(placements=whole.placements)
+
+
 def _check_placements(op: str, name: str, tensor: DTensor) -> None:
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 

@@ -224,7 +224,8 @@ class Builder:
 
     def host_objects(self) -> list[futures.Future[Path]]:
         """The checks, and the CPU backend that they compare the kernels with."""
-        checks = [HERE / name for name in ("checks.cpp", "forward_checks.cpp", "backward_checks.cpp")]
+        names = ("checks", "forward_checks", "backward_checks", "positions_checks")
+        checks = [HERE / f"{name}.cpp" for name in names]
         return [*self.reference_objects(), *[self.object(path, includes()) for path in checks]]
 
     def reference_objects(self) -> list[futures.Future[Path]]:

@@ -6,10 +6,6 @@
 
 #include "cuda/platform.cuh"
 
-#if !defined(POSENC_SHARED)  // the shim brings its own
-#define POSENC_SHARED(T, name, count) __shared__ T name[count]
-#endif
-
 namespace samples {
 
 // Parameters as the real kernels take them: one plain struct, beside a scalar or two.

@@ -193,6 +193,30 @@ SHAPES = [
            "(params.out, 0, bytes / 2,", "plain", "backward: heads"),
 ]  # fmt: skip
 
+GENERAL = [
+    kernel("a shard draws from the first column", "elements.cuh", "forward_kernels_float32",
+           "column += dropout.first_column;", "", "plain", "forward: general"),
+    kernel("the upper half of a draw first", "elements.cuh", "forward_kernels_bfloat16",
+           "i % 2 == 1 : half", "i % 2 == 0 : half", "plain", "forward: general"),
+    kernel("one draw too many in a word", "elements.cuh", "forward_kernels_float32",
+           "half < 4 ? (half < 2", "half < 4 ? (half < 3", "plain", "forward: general"),
+    kernel("the threshold is dropped too", "elements.cuh", "forward_kernels_float16",
+           "< dropout.threshold", "<= dropout.threshold + 400", "plain", "forward: general"),
+    kernel("an encoding at padding", "elements.cuh", "forward_kernels_float32",
+           "token.encoded ? epilogue<source, encoded>", "true ? epilogue<source, encoded>", "plain", "forward: general"),
+    kernel("the row of padding shows", "elements.cuh", "forward_kernels_float64",
+           "if (!token.embedded) return encoding;", "", "plain", "forward: general"),
+    kernel("the scale on the device is not read", "elements.cuh", "forward_kernels_bfloat16",
+           "params.encoding.scale_on_device != nullptr", "false", "plain", "forward: general"),
+    kernel("one encoding for all rows", FORWARD, "forward_kernels_float32",
+           "(!made || !params.positions.shared()))", "!made)", "plain", "forward: general"),
+    kernel("far positions are left out", FORWARD, "forward_kernels_float32",
+           "slow |= !token.in_range || columns.is_far(token.position);", "slow |= !token.in_range;", "plain",
+           "forward: general"),
+    kernel("dropout where vectors straddle draws", "forward.cu", "forward",
+           "params.dropout.first_column % kColumnsPerDraw == 0", "true", "plain", "forward: general"),
+]  # fmt: skip
+
 KERNELS = [
     kernel("one token too far", BACKWARD, "backward", "for (; at < last; ++at)", "for (; at <= last; ++at)",
            "asan", "backward: patterns", "AddressSanitizer: heap-buffer-overflow|use-after-poison"),
@@ -224,6 +248,12 @@ KERNELS = [
            "data race"),
     kernel("the last token of a segment is left out", BACKWARD, "backward", "static_cast<int32_t>(at + 1)",
            "static_cast<int32_t>(at)", "plain", "backward: patterns"),
+    kernel("a tile is written while the last one is read", "positions.cuh", "positions",
+           "__syncthreads();  // the next tile", ";  // the next tile", "tsan", "positions: padding", "data race"),
+    kernel("tiles do not go on", "positions.cuh", "positions", "before = Row::join(before, ", "before = (", "plain",
+           "positions: padding"),
     # Several tokens, heads and partials in flight.
     *SHAPES,
+    # Dropout, padding, a scale of the encoding.
+    *GENERAL,
 ]  # fmt: skip
