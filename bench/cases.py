@@ -135,6 +135,59 @@ def decode(case: Case, settings: Settings) -> list[Provider]:
     ]
 
 
+P = 0.1  # of dropout
+
+# What a call may do besides, and what it then is compared with.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout_p": P},
+    "encoding_scale": {"encoding_scale": 0.5},
+    "no_encoding": {"at_padding": "no_encoding", "padding_idx": 0},
+    "no_embedding": {"at_padding": "no_embedding", "padding_idx": 0},
+    "zeros": {"at_padding": "zeros", "padding_idx": 0},
+}
+PLAIN_FORWARD = f"{OURS}, plain"
+EXPLICIT = f"{OURS}, explicit positions"
+
+
+def extra(case: Case, settings: Settings, *, what: str) -> list[Provider]:
+    """One of them, against the plain forward. An eighth of the tokens is padding."""
+    shape, ids, data = case.shape, case.batches(settings), case.weight(settings).detach()
+    out = torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
+    for tokens in ids:
+        tokens[:, ::8] = 0
+    return [
+        Provider(OURS, lambda tokens: functional.embed(tokens, data, **EXTRAS[what], out=out), ids),
+        Provider(PLAIN_FORWARD, lambda tokens: functional.embed(tokens, data, out=out), ids, same=False),
+    ]
+
+
+def offsets(case: Case, settings: Settings) -> list[Provider]:
+    """A tensor with an offset for each row, against positions that hold the same."""
+    shape, ids, data = case.shape, case.batches(settings), case.weight(settings).detach()
+    out = torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
+    offset = torch.arange(shape.batch) * 17
+    places = offset.unsqueeze(1) + torch.arange(shape.length)
+    return [
+        Provider(OURS, lambda tokens: functional.embed(tokens, data, offset=offset, out=out), ids),
+        Provider(EXPLICIT, lambda tokens: functional.embed(tokens, data, positions=places, out=out), ids),
+    ]
+
+
+def with_dropout(case: Case, settings: Settings, *, backward: bool) -> list[Provider]:
+    """The layer in training. Each draws numbers of its own, so no two results are the same."""
+    shape, ids, weight, grad = case.shape, case.batches(settings), case.weight(settings), gradient(case.shape)
+    ours, eager = inputs.fused(shape, weight), nn.Sequential(*inputs.textbook(shape, weight), nn.Dropout(P))
+    ours.dropout.p = P
+    calls: dict[str, Any] = {OURS: ours, EAGER: eager}
+    if not settings.quick:
+        torch.compiler.reset()
+        calls[COMPILED] = inputs.compiled(eager)
+    return [
+        Provider(name, _trained(weight, layer.train(), grad) if backward else layer.train(), ids, same=False)
+        for name, layer in calls.items()
+    ]
+
+
 def strided(case: Case, settings: Settings) -> list[Provider]:
     """Ids that are a transposed view: what finding them costs."""
     ids, layer = case.batches(settings), inputs.fused(case.shape, case.weight(settings))
@@ -313,6 +366,19 @@ def cpu_cases() -> Iterator[Case]:
     for shape in shapes:
         title = f"forward {shape.text}"
         yield pooled(f"forward.module.{shape.name}", title, layers, shape, {EAGER: 0.40, COMPILED: 0.90})
+
+    for shape, most in ((batched, 1.5), (batched.of(BF16), 2.0)):
+        for what in EXTRAS:
+            title, limit = f"forward {shape.text}, {what}, out=", {PLAIN_FORWARD: most if what == "dropout" else 1.15}
+            yield out(f"forward.{what}.{shape.name}", title, partial(extra, what=what), shape, limit)
+        title = f"forward {shape.text}, an offset for each row, out="
+        yield out(f"forward.offsets.{shape.name}", title, offsets, shape, {EXPLICIT: 1.0})
+        for name, title, back, limits in (
+            ("dropout.forward", f"forward {shape.text}, dropout {P}", False, (0.06, 0.08)),
+            ("dropout.step", f"forward + backward {shape.text}, dropout {P}", True, (0.15, 0.10)),
+        ):
+            providers, limit = partial(with_dropout, backward=back), dict(zip((EAGER, COMPILED), limits, strict=True))
+            yield pooled(f"{name}.{shape.name}", title, providers, shape, limit, grad=True, calls=4)
 
     dense = partial(pooled, shape=batched, calls=4, bytes_moved=Shape.backward_bytes)
     more: dict[str, Any] = {"thresholds": {EAGER: 0.60, COMPILED: 0.90}, "grad": True}
