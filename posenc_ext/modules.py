@@ -527,7 +527,8 @@ class TransformerEmbedding(_Lookup, _Encoded):
         they differ. Explicit `positions` are taken as they are.
         """
         lut: Any = self._modules["lut"]
-        if padding_mask is not None or not self.count_padding:
+        # torch.fx has a symbol for a mask that is not given.
+        if not self.count_padding or (padding_mask is not None and not isinstance(padding_mask, torch.fx.Proxy)):
             offset, positions = _counted(
                 x,
                 lut.padding_idx,
