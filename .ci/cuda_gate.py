@@ -21,7 +21,6 @@ Usage: python .ci/cuda_gate.py WHEEL [--write]
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -36,6 +35,7 @@ import zipfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 ARCHITECTURES = ("75", "80", "90", "100", "120")
 OURS = "_ZN6posenc4cuda"
@@ -246,8 +246,7 @@ def kernels_of(library: str, architecture: str) -> dict[str, Kernel]:
 # ---- launches
 
 
-@dataclasses.dataclass
-class Launch:
+class Launch(NamedTuple):
     """A kernel as one call launches it on an sm_90 device."""
 
     kernel: str
@@ -359,7 +358,7 @@ def problems_of_file(launches: list[Launch]) -> list[str]:
 def write_file(launches: list[Launch]) -> None:
     """What the benchmark estimates with: kernels of gathered rows and interleaved columns."""
     kept = [one for one in launches if re.search(r"gathered, interleaved, (shared|along)|^sum_segments", one.kernel)]
-    IN_FLIGHT.write_text("[\n" + ",\n".join(json.dumps(dataclasses.asdict(one)) for one in kept) + "\n]\n")
+    IN_FLIGHT.write_text("[\n" + ",\n".join(json.dumps(one._asdict()) for one in kept) + "\n]\n")
 
 
 def show_launches(launches: list[Launch]) -> None:
