@@ -25,6 +25,7 @@ from posenc_ext.plain import is_dtensor
 _ops = torch.ops.posenc_ext
 _add = _ops.add_positional_encoding.default
 _add_fwd = _ops._add_positional_encoding_fwd.default
+_add_now = _add_fwd._op  # as embed._embed_now
 _add_general = _ops.add_general.default
 _is_compiling = torch.compiler.is_compiling
 _is_exporting = torch.compiler.is_exporting
@@ -66,7 +67,8 @@ def run(
         return _run_general(x, positions, offset, spec, token_scale, first_column, d_model, further or {})
     if _grad_enabled() and x.requires_grad:
         return _apply(x, positions, offset, *spec)
-    result: Tensor = _add_fwd(x, positions, offset, *spec)
+    base, flags = spec
+    result: Tensor = _add_now(x, positions, offset, base, flags)
     return result
 
 
