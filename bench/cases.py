@@ -24,6 +24,7 @@ AUTOTUNED = "textbook, max-autotune"
 FORMULA = "no table, torch.compile"
 INDEX_SELECT = "torch.index_select(out=)"
 DENSE_BACKWARD = "embedding_dense_backward(g * scale)"
+COMPOSED = "torch expression"
 TORCH_SPARSE = "nn.Embedding(sparse=True) * scale"
 UNIFORM = f"{OURS}, uniform ids"
 SHARE = "share of the copy's bandwidth"
@@ -132,6 +133,116 @@ def decode(case: Case, settings: Settings) -> list[Provider]:
     return [
         Provider(OURS, lambda given: ours(given[0], offset=given[1]), steps),
         Provider(EAGER, lambda given: encoding(eager(given[0]), given[1]), steps),
+    ]
+
+
+P = 0.1  # of dropout
+
+# What a call may do besides, and what it then is compared with.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout_p": P},
+    "encoding_scale": {"encoding_scale": 0.5},
+    "no_encoding": {"at_padding": "no_encoding", "padding_idx": 0},
+    "no_embedding": {"at_padding": "no_embedding", "padding_idx": 0},
+    "zeros": {"at_padding": "zeros", "padding_idx": 0},
+}
+PLAIN_FORWARD = f"{OURS}, plain"
+EXPLICIT = f"{OURS}, explicit positions"
+
+
+def extra(case: Case, settings: Settings, *, what: str) -> list[Provider]:
+    """One of them, against the plain forward. An eighth of the tokens is padding."""
+    shape, ids, data = case.shape, case.batches(settings), case.weight(settings).detach()
+    out = torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
+    for tokens in ids:
+        tokens[:, ::8] = 0
+    return [
+        Provider(OURS, lambda tokens: functional.embed(tokens, data, **EXTRAS[what], out=out), ids),
+        Provider(PLAIN_FORWARD, lambda tokens: functional.embed(tokens, data, out=out), ids, same=False),
+    ]
+
+
+def offsets(case: Case, settings: Settings) -> list[Provider]:
+    """A tensor with an offset for each row, against positions that hold the same."""
+    shape, ids, data = case.shape, case.batches(settings), case.weight(settings).detach()
+    out = torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
+    offset = torch.arange(shape.batch) * 17
+    places = offset.unsqueeze(1) + torch.arange(shape.length)
+    return [
+        Provider(OURS, lambda tokens: functional.embed(tokens, data, offset=offset, out=out), ids),
+        Provider(EXPLICIT, lambda tokens: functional.embed(tokens, data, positions=places, out=out), ids),
+    ]
+
+
+def with_dropout(case: Case, settings: Settings, *, backward: bool) -> list[Provider]:
+    """The layer in training. Each draws numbers of its own, so no two results are the same."""
+    shape, ids, weight, grad = case.shape, case.batches(settings), case.weight(settings), gradient(case.shape)
+    ours, eager = inputs.fused(shape, weight), nn.Sequential(*inputs.textbook(shape, weight), nn.Dropout(P))
+    ours.dropout.p = P
+    calls: dict[str, Any] = {OURS: ours, EAGER: eager}
+    if not settings.quick:
+        torch.compiler.reset()
+        calls[COMPILED] = inputs.compiled(eager)
+    return [
+        Provider(name, _trained(weight, layer.train(), grad) if backward else layer.train(), ids, same=False)
+        for name, layer in calls.items()
+    ]
+
+
+def counted(case: Case, settings: Settings, *, decoder: bool = False) -> list[Provider]:
+    """Positions of real tokens; a quarter of each row, on the left, is padding."""
+    batches, pad = case.batches(settings), 1
+    for tokens in batches:
+        tokens[:, : case.shape.length // 4] = pad
+    if decoder:
+        masks = [(tokens != pad).long() for tokens in batches]
+
+        def of_generate(mask: Tensor) -> Tensor:
+            return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+        return [
+            Provider(OURS, lambda mask: functional.positions_from_padding(mask, 0), masks),
+            Provider(COMPOSED, of_generate, masks),
+        ]
+
+    def of_m2m100(tokens: Tensor) -> Tensor:
+        mask = tokens.ne(pad).int()
+        return ((torch.cumsum(mask, dim=1).type_as(mask) + 0) * mask).long() + pad
+
+    options = {"first_position": pad + 1, "padding_position": pad}
+    return [
+        Provider(OURS, lambda tokens: functional.positions_from_padding(tokens, pad, **options), batches),
+        Provider(COMPOSED, of_m2m100, batches),
+    ]
+
+
+def packed(case: Case, settings: Settings, *, by_ids: bool = False) -> list[Provider]:
+    """Positions of sequences of 1 to 200 tokens behind one another."""
+    shape, generator = case.shape, torch.Generator().manual_seed(5)
+    inputs, total = [], shape.length
+    for _ in range(case.calls + 1):
+        ends = torch.randint(1, 200, (total,), generator=generator).cumsum(0)
+        starts = torch.cat([ends.new_zeros(1), ends[ends < total], ends.new_tensor([total])])
+        numbers = torch.repeat_interleave(starts.diff())
+        inputs.append(numbers.expand(shape.batch, total).contiguous() if by_ids else starts)
+    if by_ids:
+
+        def by_maximum(ids: Tensor) -> Tensor:
+            index, begins = torch.arange(total), torch.ones_like(ids, dtype=torch.bool)
+            begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+            return index - torch.where(begins, index, 0).cummax(-1)[0]
+
+        return [
+            Provider(OURS, functional.positions_from_sequence_ids, inputs),
+            Provider(COMPOSED, by_maximum, inputs),
+        ]
+
+    def by_repetition(starts: Tensor) -> Tensor:
+        return torch.arange(total) - torch.repeat_interleave(starts[:-1], starts.diff())
+
+    return [
+        Provider(OURS, lambda starts: functional.positions_from_cu_seqlens(starts, total), inputs),
+        Provider(COMPOSED, by_repetition, inputs),
     ]
 
 
@@ -314,6 +425,19 @@ def cpu_cases() -> Iterator[Case]:
         title = f"forward {shape.text}"
         yield pooled(f"forward.module.{shape.name}", title, layers, shape, {EAGER: 0.40, COMPILED: 0.90})
 
+    for shape, most in ((batched, 1.5), (batched.of(BF16), 2.0)):
+        for what in EXTRAS:
+            title, limit = f"forward {shape.text}, {what}, out=", {PLAIN_FORWARD: most if what == "dropout" else 1.15}
+            yield out(f"forward.{what}.{shape.name}", title, partial(extra, what=what), shape, limit)
+        title = f"forward {shape.text}, an offset for each row, out="
+        yield out(f"forward.offsets.{shape.name}", title, offsets, shape, {EXPLICIT: 1.0})
+        for name, title, back, limits in (
+            ("dropout.forward", f"forward {shape.text}, dropout {P}", False, (0.06, 0.08)),
+            ("dropout.step", f"forward + backward {shape.text}, dropout {P}", True, (0.15, 0.10)),
+        ):
+            providers, limit = partial(with_dropout, backward=back), dict(zip((EAGER, COMPILED), limits, strict=True))
+            yield pooled(f"{name}.{shape.name}", title, providers, shape, limit, grad=True, calls=4)
+
     dense = partial(pooled, shape=batched, calls=4, bytes_moved=Shape.backward_bytes)
     more: dict[str, Any] = {"thresholds": {EAGER: 0.60, COMPILED: 0.90}, "grad": True}
     more["bytes_moved"] = lambda shape: shape.forward_bytes() + shape.backward_bytes()
@@ -331,6 +455,13 @@ def cpu_cases() -> Iterator[Case]:
     one = partial(Case, thresholds={EAGER: 0.40}, bytes_moved=lambda shape: None, calls=1000)
     yield one("token.call", "one token, no grad", layers)
     yield one("token.decode", "one token at an offset, no grad", decode)
+    count = partial(Case, thresholds={COMPOSED: 1.0}, bytes_moved=lambda shape: 16 * shape.tokens, calls=64)
+    many, long = Shape(16, 512, 1), Shape(1, 8192, 1)
+    yield count("positions.padding", "positions of real tokens [16, 512], as M2M100", counted, many)
+    yield count("positions.mask", "positions by attention mask [16, 512]", partial(counted, decoder=True), many)
+    yield count("positions.step", "positions of one token [16, 1], as M2M100", counted, Shape(16, 1, 1))
+    yield count("positions.packed", "positions by cu_seqlens [8192]", packed, long)
+    yield count("positions.ids", "positions by sequence ids [16, 512]", partial(packed, by_ids=True), many)
     for name, title, probe, key, most in (
         ("memory.forward", f"memory of a forward {memory.SHAPE.text}", memory.forward, OURS, 16.0),
         ("accuracy.exact", "error of precision exact", accuracy.exact, "exact", 2.5e-7),

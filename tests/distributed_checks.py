@@ -33,7 +33,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import posenc_ext
 from posenc_ext import reference
-from posenc_ext.functional import add_positional_encoding, embed, scaled_embedding
+from posenc_ext.functional import (
+    add_positional_encoding,
+    embed,
+    positions_from_cu_seqlens,
+    positions_from_padding,
+    positions_from_sequence_ids,
+    scaled_embedding,
+)
 
 V, D, B, T = 11, 7, 3, 5  # no multiple of the processes; B is less than four of them
 PLACEMENTS = (Replicate(), Shard(0), Shard(1))
@@ -143,6 +150,29 @@ def sharded_ids() -> None:
             assert_same(got, embed(ids, table, positions=ids * 2), what="positions")
             got = embed(distribute_tensor(ids, mesh, (Shard(0),)), leaf(table, mesh, (Replicate(),)))
             assert got.placements == (Shard(0),)
+
+
+@check
+def counted_positions() -> None:
+    """Of ids in parts, placed as they are: shards of the batch know their offsets, those of a sequence count on."""
+    ids, offsets = make.ids((B, T), 3, seed=1), make.ids((B,), 90, seed=2)
+    for mesh in meshes():
+        for placements, batch_first in itertools.product(placed(mesh), (True, False)):
+            rows = ids if batch_first else ids.t().contiguous()
+            given, what = distribute_tensor(rows, mesh, placements), f"{placements}, {batch_first}"
+            for offset in (0, 4, torch.tensor(7), offsets, distribute_tensor(offsets, mesh, [Replicate()] * mesh.ndim)):
+                got = positions_from_padding(given, 1, offset=offset, batch_first=batch_first)
+                whole = offset.full_tensor() if isinstance(offset, DTensor) else offset
+                want = positions_from_padding(rows, 1, offset=whole, batch_first=batch_first)
+                assert_same(got, want, placements, what)
+            got = positions_from_sequence_ids(given, batch_first=batch_first)
+            assert_same(got, positions_from_sequence_ids(rows, batch_first=batch_first), placements, what)
+        layer = make.layer(rows=V, width=D, padding_idx=1, count_padding=False)
+        want = layer(ids)
+        layer.lut.weight = nn.Parameter(leaf(layer.lut.weight, mesh, (Shard(0),) * mesh.ndim))
+        assert_same(layer(ids), want.detach(), what="layer")
+        starts = distribute_tensor(torch.tensor([0, 2, 5]), mesh, [Replicate()] * mesh.ndim)
+        assert_refused(lambda s=starts: positions_from_cu_seqlens(s, 5), "cu_seqlens cannot be combined with a DTensor")
 
 
 @check
