@@ -32,10 +32,13 @@ from posenc_ext.ops import positions as _positions
 from posenc_ext.ops import shard as _shard
 from posenc_ext.ops.add import run as run_add
 from posenc_ext.ops.call import (
+    INT64,
+    LEAST,
     EmbedArguments,
     broadcast_positions,
     check_integer,
     check_offset,
+    offset_error,
     resolve_offset,
     with_running_index,
 )
@@ -125,7 +128,7 @@ def embed(
         if dropout_p and out is None and _drops_apart(weight, input):
             return _dropped(embed, locals())
         chosen = convention if type(convention) is Convention else resolve(convention)
-        base, flags = chosen.spec(precision, batch_first)
+        base, flags = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
         if type(offset) is not int:
             offset, positions, offsets = resolve_offset(
                 offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
@@ -156,7 +159,7 @@ def embed(
             return run_embed(call, general)
         return _embed_in_place(call, max_norm, norm_type, out, general)
     except Exception:
-        _explain("embed", input=input, weight=weight, positions=positions, out=out)
+        _explain("embed", offset, input=input, weight=weight, positions=positions, out=out)
         raise
 
 
@@ -223,54 +226,9 @@ def add_positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
-    try:
-        if has_torch_function_unary(x) or x.is_nested:
-            return _overridden(add_positional_encoding, "x", locals())
-        if dropout_p and out is None and _drops_apart(x, x):
-            return _dropped(add_positional_encoding, locals())
-        chosen = convention if type(convention) is Convention else resolve(convention)
-        spec = chosen.spec(precision, batch_first)
-        if type(offset) is not int:
-            offset, positions, offsets = resolve_offset(
-                offset,
-                positions,
-                x.shape[:-1],
-                batch_first,
-                chosen.first_position,
-                x.device,
-                "add_positional_encoding",
-            )
-            spec = Spec(spec.base, spec.flags | offsets)
-        if positions is None:
-            offset = offset + chosen.first_position
-        else:
-            positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
-        general: dict[str, Any] | None = None  # what only the op add_general takes
-        if dropout_p or type(encoding_scale) is not float or encoding_scale != 1:
-            general = _elements.arguments("add_positional_encoding", x, encoding_scale, dropout_p)
-        if out is None:
-            return run_add(x, positions, offset, spec, token_scale, further=general)
-        _shard.refuse("add_positional_encoding", x, out=out)
-        _check_out("add_positional_encoding", out, "x", x, general)
-        check_offset("add_positional_encoding", offset)
-        if general is None and token_scale == 1:
-            _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
-        else:
-            base, flags = spec
-            _ops.add_general_out(
-                x,
-                positions,
-                offset=offset,
-                base=base,
-                flags=flags,
-                token_scale=token_scale,
-                out=out,
-                **(general or {}),
-            )
-        return _bump_version(out)
-    except Exception:
-        _explain("add_positional_encoding", x=x, positions=positions, out=out)
-        raise
+    return add_sinusoids(
+        x, offset, positions, token_scale, convention, precision, encoding_scale, dropout_p, batch_first, out
+    )
 
 
 def positional_encoding(
@@ -490,6 +448,78 @@ def angular_frequencies(
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
+def add_sinusoids(
+    x: Tensor,
+    offset: int | Tensor,
+    positions: Tensor | None,
+    token_scale: float,
+    convention: str | Convention,
+    precision: str | None,
+    encoding_scale: float | Tensor,
+    dropout_p: float,
+    batch_first: bool,
+    out: Tensor | None = None,
+    d_model: int | None = None,
+) -> Tensor:
+    """`add_positional_encoding` for this package: without keywords; `d_model`: the width that x must have."""
+    try:
+        if d_model is not None and (not (sizes := x.shape) or sizes[-1] != d_model):
+            raise ValueError(
+                f"posenc_ext.PositionalEncoding: x must have width {d_model} in its last axis, got {list(x.shape)}"
+            )
+        if has_torch_function_unary(x) or x.is_nested:
+            return _overridden(add_positional_encoding, "x", _public(locals()))
+        if dropout_p and out is None and _drops_apart(x, x):
+            return _dropped(add_positional_encoding, _public(locals()))
+        chosen = convention if type(convention) is Convention else resolve(convention)
+        spec = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
+        if type(offset) is not int:
+            offset, positions, offsets = resolve_offset(
+                offset,
+                positions,
+                x.shape[:-1],
+                batch_first,
+                chosen.first_position,
+                x.device,
+                "add_positional_encoding",
+            )
+            spec = Spec(spec.base, spec.flags | offsets)
+        if positions is None:
+            offset = offset + chosen.first_position
+        else:
+            positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
+        general: dict[str, Any] | None = None  # what only the op add_general takes
+        if dropout_p or type(encoding_scale) is not float or encoding_scale != 1:
+            general = _elements.arguments("add_positional_encoding", x, encoding_scale, dropout_p)
+        if out is None:
+            return run_add(x, positions, offset, spec, token_scale, 0, -1, general)
+        _shard.refuse("add_positional_encoding", x, out=out)
+        _check_out("add_positional_encoding", out, "x", x, general)
+        check_offset("add_positional_encoding", offset)
+        if general is None and token_scale == 1:
+            _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
+        else:
+            _ops.add_general_out(
+                x,
+                positions,
+                offset=offset,
+                base=spec.base,
+                flags=spec.flags,
+                token_scale=token_scale,
+                out=out,
+                **(general or {}),
+            )
+        return _bump_version(out)
+    except Exception:
+        _explain("add_positional_encoding", offset, x=x, positions=positions, out=out)
+        raise
+
+
+def _public(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `add_positional_encoding` among the locals of `add_sinusoids`."""
+    return {name: value for name, value in arguments.items() if name not in ("d_model", "sizes")}
+
+
 def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[str, Any]) -> Tensor:
     """What a nested tensor, a subclass with `__torch_function__` or a mode makes of a call."""
     given = arguments[tokens]
@@ -505,8 +535,8 @@ def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[st
     return result
 
 
-def _explain(op: str, **arguments: Any) -> None:
-    """Once a call has failed: raise what is wrong with the type of an argument, where that is the reason."""
+def _explain(op: str, offset: Any = 0, /, **arguments: Any) -> None:
+    """Once a call has failed: raise what is wrong with an argument, where that is the reason and not said already."""
     for name, value in arguments.items():
         if value is None and name in ("positions", "out"):
             continue
@@ -517,6 +547,8 @@ def _explain(op: str, **arguments: Any) -> None:
         if name == "weight" and value.dim() != 2:
             text = "weight must have 2 dimensions [vocab_size, d_model]"
             raise ValueError(f"posenc_ext::{op}: {text}, got shape {list(value.shape)}") from None
+    if type(offset) is int and not LEAST <= offset < INT64:
+        raise offset_error(op, offset) from None
 
 
 def _explain_integers(op: str, **arguments: Any) -> None:

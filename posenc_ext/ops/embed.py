@@ -12,14 +12,11 @@ from torch import Tensor
 
 from posenc_ext.ops import compose, elements, shard
 from posenc_ext.ops.call import (
-    INT64,
-    LEAST,
     EmbedArguments,
     EmbedCall,
     GradientCall,
     by_name,
     check_offset,
-    offset_error,
 )
 from posenc_ext.ops.compose import transforms_active
 from posenc_ext.ops.tracing import (
@@ -54,8 +51,6 @@ def run(call: EmbedArguments, general: dict[str, Any] | None = None) -> Tensor:
         or (positions is not None and type(positions) is not Tensor)
     ):
         return _run_traced(EmbedCall(*call), general)
-    if not LEAST <= offset < INT64:
-        raise offset_error("embed", offset)
     if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
         return compose.embed(EmbedCall(*call), **(general or {}))
     if general is not None:
