@@ -32,20 +32,24 @@ from posenc_ext.ops import positions as _positions
 from posenc_ext.ops import shard as _shard
 from posenc_ext.ops.add import run as run_add
 from posenc_ext.ops.call import (
-    EmbedCall,
+    INT64,
+    LEAST,
+    EmbedArguments,
     broadcast_positions,
     check_integer,
     check_offset,
+    offset_error,
     resolve_offset,
     with_running_index,
 )
 from posenc_ext.ops.embed import run as run_embed
-from posenc_ext.ops.tracing import decomposed, is_traced
+from posenc_ext.ops.tracing import PLAIN, decomposed, is_traced
 from posenc_ext.plain import is_dtensor
 
 _ops = torch.ops.posenc_ext
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
+_embed_out = _ops.embed_out.default
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
 torch.fx.wrap("positional_encoding")  # torch.fx.symbolic_trace may have a symbol for the length
 
@@ -124,7 +128,7 @@ def embed(
         if dropout_p and out is None and _drops_apart(weight, input):
             return _dropped(embed, locals())
         chosen = convention if type(convention) is Convention else resolve(convention)
-        base, flags = chosen.spec(precision, batch_first)
+        base, flags = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
         if type(offset) is not int:
             offset, positions, offsets = resolve_offset(
                 offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
@@ -134,20 +138,17 @@ def embed(
             offset = offset + chosen.first_position
         else:
             positions = broadcast_positions(positions, input.shape, batch_first, "embed")
-        call = tuple.__new__(
-            EmbedCall,
-            (
-                weight,
-                input,
-                positions,
-                offset,
-                math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
-                base,
-                flags,
-                -1 if padding_idx is None else _row_of(padding_idx, weight),
-                scale_grad_by_freq,
-                sparse,
-            ),
+        call = (
+            weight,
+            input,
+            positions,
+            offset,
+            math.sqrt(weight.shape[1]) if token_scale is None else token_scale,
+            base,
+            flags,
+            -1 if padding_idx is None else _row_of(padding_idx, weight),
+            scale_grad_by_freq,
+            sparse,
         )
         general: dict[str, Any] | None = None  # what only the op embed_general takes
         if dropout_p or at_padding != "embed" or type(encoding_scale) is not float or encoding_scale != 1:
@@ -158,7 +159,7 @@ def embed(
             return run_embed(call, general)
         return _embed_in_place(call, max_norm, norm_type, out, general)
     except Exception:
-        _explain("embed", input=input, weight=weight, positions=positions, out=out)
+        _explain("embed", offset, input=input, weight=weight, positions=positions, out=out)
         raise
 
 
@@ -178,19 +179,16 @@ def scaled_embedding(
     try:
         if has_torch_function_variadic(input, weight) or input.is_nested:
             return _overridden(scaled_embedding, "input", locals())
-        call = tuple.__new__(
-            EmbedCall,
-            (
-                weight,
-                input,
-                None,
-                0,
-                math.sqrt(_sizes(weight)[1]) if token_scale is None else token_scale,
-                *NO_ENCODING,
-                -1 if padding_idx is None else _row_of(padding_idx, weight),
-                scale_grad_by_freq,
-                sparse,
-            ),
+        call = (
+            weight,
+            input,
+            None,
+            0,
+            math.sqrt(weight.shape[1]) if token_scale is None else token_scale,
+            *NO_ENCODING,
+            -1 if padding_idx is None else _row_of(padding_idx, weight),
+            scale_grad_by_freq,
+            sparse,
         )
         if max_norm is None and out is None:
             return run_embed(call)
@@ -228,54 +226,9 @@ def add_positional_encoding(
     Raises:
         ValueError: an argument that does not fit.
     """
-    try:
-        if has_torch_function_unary(x) or x.is_nested:
-            return _overridden(add_positional_encoding, "x", locals())
-        if dropout_p and out is None and _drops_apart(x, x):
-            return _dropped(add_positional_encoding, locals())
-        chosen = convention if type(convention) is Convention else resolve(convention)
-        spec = chosen.spec(precision, batch_first)
-        if type(offset) is not int:
-            offset, positions, offsets = resolve_offset(
-                offset,
-                positions,
-                x.shape[:-1],
-                batch_first,
-                chosen.first_position,
-                x.device,
-                "add_positional_encoding",
-            )
-            spec = Spec(spec.base, spec.flags | offsets)
-        if positions is None:
-            offset = offset + chosen.first_position
-        else:
-            positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
-        general: dict[str, Any] | None = None  # what only the op add_general takes
-        if dropout_p or type(encoding_scale) is not float or encoding_scale != 1:
-            general = _elements.arguments("add_positional_encoding", x, encoding_scale, dropout_p)
-        if out is None:
-            return run_add(x, positions, offset, spec, token_scale, further=general)
-        _shard.refuse("add_positional_encoding", x, out=out)
-        _check_out("add_positional_encoding", out, x=x, **_scale_of(general))
-        check_offset("add_positional_encoding", offset)
-        if general is None and token_scale == 1:
-            _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
-        else:
-            base, flags = spec
-            _ops.add_general_out(
-                x,
-                positions,
-                offset=offset,
-                base=base,
-                flags=flags,
-                token_scale=token_scale,
-                out=out,
-                **(general or {}),
-            )
-        return _bump_version(out)
-    except Exception:
-        _explain("add_positional_encoding", x=x, positions=positions, out=out)
-        raise
+    return add_sinusoids(
+        x, offset, positions, token_scale, convention, precision, encoding_scale, dropout_p, batch_first, out
+    )
 
 
 def positional_encoding(
@@ -344,7 +297,7 @@ def positional_encoding(
             op = decomposed(op) if is_traced(positions) else op
             result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
             return result
-        _check_out("positional_encoding", out)
+        _check_out("positional_encoding", out, "positions", None)
         _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
         return _bump_version(out)
     except Exception:
@@ -495,6 +448,78 @@ def angular_frequencies(
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
+def add_sinusoids(
+    x: Tensor,
+    offset: int | Tensor,
+    positions: Tensor | None,
+    token_scale: float,
+    convention: str | Convention,
+    precision: str | None,
+    encoding_scale: float | Tensor,
+    dropout_p: float,
+    batch_first: bool,
+    out: Tensor | None = None,
+    d_model: int | None = None,
+) -> Tensor:
+    """`add_positional_encoding` for this package: without keywords; `d_model`: the width that x must have."""
+    try:
+        if d_model is not None and (not (sizes := x.shape) or sizes[-1] != d_model):
+            raise ValueError(
+                f"posenc_ext.PositionalEncoding: x must have width {d_model} in its last axis, got {list(x.shape)}"
+            )
+        if has_torch_function_unary(x) or x.is_nested:
+            return _overridden(add_positional_encoding, "x", _public(locals()))
+        if dropout_p and out is None and _drops_apart(x, x):
+            return _dropped(add_positional_encoding, _public(locals()))
+        chosen = convention if type(convention) is Convention else resolve(convention)
+        spec = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
+        if type(offset) is not int:
+            offset, positions, offsets = resolve_offset(
+                offset,
+                positions,
+                x.shape[:-1],
+                batch_first,
+                chosen.first_position,
+                x.device,
+                "add_positional_encoding",
+            )
+            spec = Spec(spec.base, spec.flags | offsets)
+        if positions is None:
+            offset = offset + chosen.first_position
+        else:
+            positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
+        general: dict[str, Any] | None = None  # what only the op add_general takes
+        if dropout_p or type(encoding_scale) is not float or encoding_scale != 1:
+            general = _elements.arguments("add_positional_encoding", x, encoding_scale, dropout_p)
+        if out is None:
+            return run_add(x, positions, offset, spec, token_scale, 0, -1, general)
+        _shard.refuse("add_positional_encoding", x, out=out)
+        _check_out("add_positional_encoding", out, "x", x, general)
+        check_offset("add_positional_encoding", offset)
+        if general is None and token_scale == 1:
+            _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
+        else:
+            _ops.add_general_out(
+                x,
+                positions,
+                offset=offset,
+                base=spec.base,
+                flags=spec.flags,
+                token_scale=token_scale,
+                out=out,
+                **(general or {}),
+            )
+        return _bump_version(out)
+    except Exception:
+        _explain("add_positional_encoding", offset, x=x, positions=positions, out=out)
+        raise
+
+
+def _public(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `add_positional_encoding` among the locals of `add_sinusoids`."""
+    return {name: value for name, value in arguments.items() if name not in ("d_model", "sizes")}
+
+
 def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[str, Any]) -> Tensor:
     """What a nested tensor, a subclass with `__torch_function__` or a mode makes of a call."""
     given = arguments[tokens]
@@ -510,8 +535,8 @@ def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[st
     return result
 
 
-def _explain(op: str, **arguments: Any) -> None:
-    """Once a call has failed: raise what is wrong with the type of an argument, where that is the reason."""
+def _explain(op: str, offset: Any = 0, /, **arguments: Any) -> None:
+    """Once a call has failed: raise what is wrong with an argument, where that is the reason and not said already."""
     for name, value in arguments.items():
         if value is None and name in ("positions", "out"):
             continue
@@ -519,6 +544,11 @@ def _explain(op: str, **arguments: Any) -> None:
             raise TypeError(f"posenc_ext::{op}: {name} must be a torch.Tensor, got {type(value).__name__}") from None
         if value.layout not in (torch.strided, torch.jagged):
             raise ValueError(f"posenc_ext::{op}: {name} must be a dense tensor, got layout {value.layout}") from None
+        if name == "weight" and value.dim() != 2:
+            text = "weight must have 2 dimensions [vocab_size, d_model]"
+            raise ValueError(f"posenc_ext::{op}: {text}, got shape {list(value.shape)}") from None
+    if type(offset) is int and not LEAST <= offset < INT64:
+        raise offset_error(op, offset) from None
 
 
 def _explain_integers(op: str, **arguments: Any) -> None:
@@ -546,30 +576,26 @@ def _explain_positions(given: Any) -> None:
 
 
 def _row_of(padding_idx: int, weight: Tensor) -> int:
-    rows = _sizes(weight)[0]
+    rows = weight.shape[0]
     if not -rows <= padding_idx < rows:
         raise ValueError(f"posenc_ext::embed: padding_idx must lie in [{-rows}, {rows}), got {padding_idx}")
     return padding_idx + rows if padding_idx < 0 else padding_idx
 
 
-def _sizes(weight: Tensor) -> torch.Size:
-    sizes = weight.shape
-    if len(sizes) != 2:
-        raise ValueError(
-            f"posenc_ext::embed: weight must have 2 dimensions [vocab_size, d_model], got shape {list(sizes)}"
-        )
-    return sizes
-
-
 def _embed_in_place(
-    call: EmbedCall, max_norm: float | None, norm_type: float, out: Tensor | None, general: dict[str, Any] | None = None
+    call: EmbedArguments,
+    max_norm: float | None,
+    norm_type: float,
+    out: Tensor | None,
+    general: dict[str, Any] | None = None,
 ) -> Tensor:
     """An embed that writes: to the rows of weight that are too long, or to out."""
-    _shard.refuse("embed", call.weight, max_norm=max_norm, out=out)
-    check_offset("embed", call.offset)
-    weight, input, positions, offset, token_scale, base, flags, *_ = call
+    weight, input, positions, offset, token_scale, base, flags, padding_idx, _, _ = call
+    if type(weight) not in PLAIN:
+        _shard.refuse("embed", weight, max_norm=max_norm, out=out)
+    check_offset("embed", offset)
     if out is not None:
-        _check_out("embed", out, weight=weight, **_scale_of(general))
+        _check_out("embed", out, "weight", weight, general)
     if max_norm is not None:
         if not max_norm > 0:
             raise ValueError(f"posenc_ext::embed: max_norm must be positive, got {max_norm}")
@@ -580,7 +606,8 @@ def _embed_in_place(
     if out is None:
         return run_embed(call, general)
     if general is None:
-        _ops.embed_out(weight, input, positions, offset, token_scale, base, flags, out)
+        write = _embed_out if _is_compiling() else _embed_out._op
+        write(weight, input, positions, offset, token_scale, base, flags, out)
     else:
         _ops.embed_general_out(
             weight,
@@ -590,7 +617,7 @@ def _embed_in_place(
             token_scale=token_scale,
             base=base,
             flags=flags,
-            padding_idx=call.padding_idx,
+            padding_idx=padding_idx,
             out=out,
             **general,
         )
@@ -616,12 +643,6 @@ def _dropped(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tens
     return torch.nn.functional.dropout(function(**arguments), probability)
 
 
-def _scale_of(general: dict[str, Any] | None) -> dict[str, Tensor]:
-    """The tensor among them that may need a gradient."""
-    scale = (general or {}).get("encoding_scale_tensor")
-    return {} if scale is None else {"encoding_scale": scale}
-
-
 def _bump_version(out: Tensor) -> Tensor:
     """Tell autograd that `out` was written to, as PyTorch's own ops do: a graph that had saved it must notice."""
     if not (_is_compiling() or out.is_inference()):
@@ -629,22 +650,11 @@ def _bump_version(out: Tensor) -> Tensor:
     return out
 
 
-def _check_out(op: str, out: Tensor, **inputs: Tensor) -> None:
+def _check_out(op: str, out: Tensor, name: str, given: Tensor | None, general: dict[str, Any] | None = None) -> None:
     """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
-    inputs["out"] = out
-    if _grad_enabled():
-        for argument, tensor in inputs.items():
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; "
-                    "use torch.no_grad()"
-                )
-    if forward_ad._current_level >= 0:
-        for argument, tensor in inputs.items():
-            if _has_tangent(tensor):
-                raise NotImplementedError(
-                    f"posenc_ext::{op}: out= does not support forward-mode AD, but {argument} takes part in it"
-                )
+    scale = None if general is None else general.get("encoding_scale_tensor")
+    if _grad_enabled() or forward_ad._current_level >= 0:
+        _check_history(op, {name: given, "encoding_scale": scale, "out": out})
     if _is_compiling():
         return
     if out.is_inference() and not torch.is_inference_mode_enabled():
@@ -654,6 +664,20 @@ def _check_out(op: str, out: Tensor, **inputs: Tensor) -> None:
         )
     if out.is_neg():
         raise ValueError(f"posenc_ext::{op}: out must not be a negated view; write to out.resolve_neg()")
+
+
+def _check_history(op: str, tensors: dict[str, Tensor | None]) -> None:
+    for argument, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if _grad_enabled() and tensor.requires_grad:
+            raise ValueError(
+                f"posenc_ext::{op}: out= is not differentiable, but {argument} requires a gradient; use torch.no_grad()"
+            )
+        if forward_ad._current_level >= 0 and _has_tangent(tensor):
+            raise NotImplementedError(
+                f"posenc_ext::{op}: out= does not support forward-mode AD, but {argument} takes part in it"
+            )
 
 
 def _has_tangent(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ from posenc_ext.checkpoints import consume_tables, rename_weight
 from posenc_ext.conventions import Convention, resolve
 from posenc_ext.functional import (
     add_positional_encoding,
+    add_sinusoids,
     broadcast_positions,
     check_integer,
     embed,
@@ -76,8 +77,9 @@ def _of_lut(name: str) -> Any:
 
 # torch.fx.symbolic_trace takes a call of these as one node. What looks at a shape is done in them.
 torch.fx.wrap("_checked_rows")
-torch.fx.wrap("_add_sinusoids")
+torch.fx.wrap("add_sinusoids")
 torch.fx.wrap("_counted")
+torch.fx.wrap("_embed_counted")
 torch.fx.wrap("_add_learned")
 
 
@@ -127,31 +129,32 @@ def _counted(
     return 0, positions_from_padding(pads, mark, offset=offset, first_position=first, batch_first=batch_first)
 
 
-def _add_sinusoids(
+def _embed_counted(
+    count_padding: bool,
+    padding_mask: Tensor | None,
     x: Tensor,
-    d_model: int,
+    weight: Tensor,
+    *,
     offset: int | Tensor,
     positions: Tensor | None,
-    convention: Convention,
-    precision: str | None,
-    encoding_scale: float | Tensor,
-    dropout_p: float,
+    convention: str | Convention,
+    padding_idx: int | None,
     batch_first: bool,
+    **rest: Any,
 ) -> Tensor:
-    sizes = x.shape
-    if not sizes or sizes[-1] != d_model:
-        raise ValueError(
-            f"posenc_ext.PositionalEncoding: x must have width {d_model} in its last axis, got {list(x.shape)}"
-        )
-    return add_positional_encoding(
+    """`embed` with pads told apart; also what a graph of torch.fx holds, which cannot know whether it gets a mask."""
+    offset, positions = _counted(
+        x, padding_idx, count_padding, offset, positions, padding_mask, convention, batch_first
+    )
+    return embed(
         x,
+        weight,
         offset=offset,
         positions=positions,
         convention=convention,
-        precision=precision,
-        encoding_scale=encoding_scale,
-        dropout_p=dropout_p,
+        padding_idx=padding_idx,
         batch_first=batch_first,
+        **rest,
     )
 
 
@@ -403,16 +406,18 @@ class PositionalEncoding(_Encoded):
         """X [..., length, d_model] -> the same shape and dtype; `offset` and `positions` as in `functional`."""
         dropout: Any = self._modules["dropout"]
         dropout_p = probability_in_pass(dropout, x)
-        y = _add_sinusoids(
+        y = add_sinusoids(
             x,
-            self.d_model,
             offset,
             positions,
+            1.0,
             self._convention,
             self._precision,
             self.encoding_scale,
             dropout_p or 0.0,
             self.batch_first,
+            None,
+            self.d_model,
         )
         return dropout(y) if dropout_p is None else y
 
@@ -527,23 +532,24 @@ class TransformerEmbedding(_Lookup, _Encoded):
         they differ. Explicit `positions` are taken as they are.
         """
         lut: Any = self._modules["lut"]
-        # torch.fx has a symbol for a mask that is not given.
-        if not self.count_padding or (padding_mask is not None and not isinstance(padding_mask, torch.fx.Proxy)):
-            offset, positions = _counted(
-                x,
-                lut.padding_idx,
-                self.count_padding,
-                offset,
-                positions,
-                padding_mask,
-                self._convention,
-                self.batch_first,
-            )
+        counted = padding_mask is not None or not self.count_padding
         dropout: Any = self._modules["dropout"]
         weight, dropout_p = plain_weight(lut), probability_in_pass(dropout, x)
         if weight is None:
+            if counted:
+                offset, positions = _counted(
+                    x,
+                    lut.padding_idx,
+                    self.count_padding,
+                    offset,
+                    positions,
+                    padding_mask,
+                    self._convention,
+                    self.batch_first,
+                )
             return drop(dropout, self._add(self._rows(x), x, offset, positions))
-        y = embed(
+        function = functools.partial(_embed_counted, self.count_padding, padding_mask) if counted else embed
+        y = function(
             x,
             weight,
             offset=offset,

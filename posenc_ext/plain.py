@@ -21,13 +21,13 @@ dynamo_compiling = torch.compiler.is_dynamo_compiling
 # Tensors that stand for plain ones while a program is traced.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
-# Tools replace those of whole classes, too.
-_FORWARD: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.Embedding, nn.Dropout)}
+_KINDS = (nn.Embedding, nn.Dropout)
+_FORWARDS = frozenset(kind.forward for kind in _KINDS)  # tools replace those of whole classes, too
 
 
 def _classes_are_torchs() -> bool:
     """For a compiled program, which guards no class of torch.nn elsewhere either: a call need not look each time."""
-    return all(kind.forward is forward for kind, forward in _FORWARD.items())
+    return all(kind.forward in _FORWARDS for kind in _KINDS)
 
 
 # As torch.compiler.assume_constant_result, which would import torch._dynamo: a second of everybody's start.
@@ -49,7 +49,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         )
     else:
         hooks = (
-            kind.forward is not _FORWARD[kind]
+            kind.forward not in _FORWARDS
             or state["_forward_hooks"]
             or state["_forward_pre_hooks"]
             or state["_backward_hooks"]
@@ -89,12 +89,11 @@ def probability_in_pass(dropout: Any, x: Tensor) -> float | None:
     """
     if not is_plain(dropout, nn.Dropout):
         return None
-    p: float = dropout.p
-    if not p:
+    if not dropout.p:
         return 0.0
     if isinstance(x, torch.fx.Proxy):
         return None
-    return p if dropout.training else 0.0
+    return dropout.p if dropout.training else 0.0
 
 
 def is_dtensor(tensor: Tensor) -> bool:

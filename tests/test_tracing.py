@@ -264,8 +264,21 @@ def test_symbolic_trace_keeps_dropout_that_is_off_for_now():
 def test_symbolic_trace_of_a_convention_without_a_name():
     layer = make.layer(convention=Convention(base=77.0, layout="sin_cos"))
     traced = torch.fx.symbolic_trace(layer)
-    assert set(targets(traced.graph)) == {Convention, posenc_ext.functional.embed}
+    assert set(targets(traced.graph)) == {Convention, posenc_ext.modules._embed_counted}
     assert torch.equal(traced(given := ids()), layer(given))
+
+
+def test_symbolic_trace_takes_a_padding_mask():
+    """The graph cannot know whether it gets one: it decides when it runs."""
+    given = ids((3, 5))
+    mask = torch.tensor([[False] * 5, [True, True, False, False, False], [True, False, False, True, True]])
+    layer = make.layer(count_padding=False)
+    traced = torch.fx.symbolic_trace(layer)
+    assert len(targets(traced.graph)) == 1
+    assert torch.equal(traced(given, padding_mask=mask), layer(given, padding_mask=mask))
+    assert not torch.equal(traced(given, padding_mask=mask), make.layer()(given))
+    with pytest.raises(ValueError, match="padding_mask cannot be combined with count_padding=True"):
+        torch.fx.symbolic_trace(make.layer())(given, padding_mask=mask)
 
 
 def test_symbolic_trace_of_the_functional_forms():

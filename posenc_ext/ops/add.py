@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posenc_ext.conventions import Spec
 from posenc_ext.ops import compose, elements, shard
-from posenc_ext.ops.call import INT64, LEAST, by_name, check_offset, offset_error
+from posenc_ext.ops.call import by_name, check_offset
 from posenc_ext.ops.compose import transforms_active
 from posenc_ext.ops.tracing import (
     PLAIN,
@@ -25,6 +25,7 @@ from posenc_ext.plain import is_dtensor
 _ops = torch.ops.posenc_ext
 _add = _ops.add_positional_encoding.default
 _add_fwd = _ops._add_positional_encoding_fwd.default
+_add_now = _add_fwd._op  # as embed._embed_now
 _add_general = _ops.add_general.default
 _is_compiling = torch.compiler.is_compiling
 _is_exporting = torch.compiler.is_exporting
@@ -58,15 +59,14 @@ def run(
         or (positions is not None and type(positions) is not Tensor)
     ):
         return _run_traced(x, positions, offset, spec, token_scale, first_column, d_model, further or {})
-    if not LEAST <= offset < INT64:
-        raise offset_error("add_positional_encoding", offset)
     if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
         return compose.add(x, positions, offset, spec, token_scale, first_column, d_model, **(further or {}))
     if further is not None or token_scale != 1 or d_model >= 0:
         return _run_general(x, positions, offset, spec, token_scale, first_column, d_model, further or {})
-    if _grad_enabled() and x.requires_grad:
+    if x.requires_grad and _grad_enabled():
         return _apply(x, positions, offset, *spec)
-    result: Tensor = _add_fwd(x, positions, offset, *spec)
+    base, flags = spec
+    result: Tensor = _add_now(x, positions, offset, base, flags)
     return result
 
 

@@ -16,10 +16,7 @@ LEAST = -INT64
 
 
 class EmbedCall(NamedTuple):
-    """token_scale * weight[input] + encoding(positions + offset); in the order of the op `embed`.
-
-    Made by tuple.__new__(EmbedCall, arguments), without the Python function before it: half a microsecond less.
-    """
+    """token_scale * weight[input] + encoding(positions + offset); in the order of the op `embed`."""
 
     weight: Tensor
     input: Tensor
@@ -31,6 +28,10 @@ class EmbedCall(NamedTuple):
     padding_idx: int = -1  # none
     scale_grad_by_freq: bool = False
     sparse: bool = False
+
+
+# An `EmbedCall` without names, which is made and taken apart half a microsecond faster.
+EmbedArguments = tuple[Tensor, Tensor, Tensor | None, int, float, float, int, int, bool, bool]
 
 
 class GradientCall(NamedTuple):
