@@ -526,6 +526,7 @@ void check_column_shards(const Options& options) {
               cpu::forward(params, run_serially);
               params.out = got.at(block.first);
               cuda::forward(params, device.launch);
+              device.wait();
             });
             const int64_t at = expected.first_difference(got);
             expect(at < 0, what.text() + ", columns " + std::to_string(first) + " and on: element " +

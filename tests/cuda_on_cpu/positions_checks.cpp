@@ -58,7 +58,7 @@ std::vector<Shape> shapes(const Options& options) {
 
 void check_padding(const Options& options) {
   Random random(7);
-  const cuda::Launch launch{nullptr, 2 * 256, {}};
+  const Device device(2 * 256);
   for (const Shape& shape : shapes(options)) {
     for (const IntegerType type : {IntegerType::int64, IntegerType::int32, IntegerType::boolean}) {
       for (int64_t kind = 0; kind < 6; ++kind) {
@@ -81,7 +81,8 @@ void check_padding(const Options& options) {
         params.rows.out = want.data();
         cpu::count_real_tokens(params, run_serially);
         params.rows.out = got.data();
-        cuda::count_real_tokens(params, launch);
+        cuda::count_real_tokens(params, device.launch);
+        device.wait();
         expect(differences(want, got) == 0,
                text_of(std::vector<std::pair<const char*, int64_t>>{{"batch", shape.batch},
                                                                     {"length", shape.seq},
@@ -95,7 +96,7 @@ void check_padding(const Options& options) {
 
 void check_sequence_ids(const Options& options) {
   Random random(8);
-  const cuda::Launch launch{nullptr, 2 * 256, {}};
+  const Device device(2 * 256);
   for (const Shape& shape : shapes(options)) {
     for (const IntegerType type : {IntegerType::int64, IntegerType::int32}) {
       for (const int64_t rarity : {1, 2, 50, 100000}) {
@@ -111,7 +112,8 @@ void check_sequence_ids(const Options& options) {
         params.rows.out = want.data();
         cpu::count_in_sequences(params, run_serially);
         params.rows.out = got.data();
-        cuda::count_in_sequences(params, launch);
+        cuda::count_in_sequences(params, device.launch);
+        device.wait();
         expect(differences(want, got) == 0,
                text_of(std::vector<std::pair<const char*, int64_t>>{{"batch", shape.batch},
                                                                     {"length", shape.seq},
@@ -124,7 +126,7 @@ void check_sequence_ids(const Options& options) {
 
 void check_sequence_starts(const Options&) {
   Random random(9);
-  const cuda::Launch launch{nullptr, 2 * 256, {}};
+  const Device device(2 * 256);
   for (const int64_t sequences : {0, 1, 2, 7, 100}) {
     for (const int64_t longest : {1, 4, 60}) {
       for (const bool is_int64 : {false, true}) {
@@ -140,7 +142,8 @@ void check_sequence_starts(const Options&) {
         params.out = want.data();
         cpu::count_in_sequences(params, run_serially);
         params.out = got.data();
-        cuda::count_in_sequences(params, launch);
+        cuda::count_in_sequences(params, device.launch);
+        device.wait();
         expect(differences(want, got) == 0,
                text_of(std::vector<std::pair<const char*, int64_t>>{
                    {"sequences", sequences}, {"longest", longest}, {"total", params.total}}));
