@@ -7,6 +7,8 @@ For every kernel of ours and every architecture:
     fused multiply-adds only where the source writes them, in the polynomials of fp32 sines and cosines: no kernel
     without an encoding has one, those with one have as many as the polynomials take, and a base term adds none
     where a base term is scaled and an encoding is added, a multiplication and an addition for each element
+    where ids are looked at, an id out of range is recorded by one atomic of its warp at most: a look without an atomic,
+    the search for the warp's first, the atomic, and only behind that the lock; no atomics elsewhere
 For sm_90, besides, as they are launched on a device of 132 multiprocessors. bench/in_flight.json, from which the
 benchmark estimates, is compared with that, or written by --write:
     kernels that share encodings keep 24 KB of reads in flight on each, and ask for ids before they store
@@ -21,7 +23,6 @@ Usage: python .ci/cuda_gate.py WHEEL [--write]
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -36,6 +37,7 @@ import zipfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 ARCHITECTURES = ("75", "80", "90", "100", "120")
 OURS = "_ZN6posenc4cuda"
@@ -194,6 +196,32 @@ def used_registers(text: str) -> set[str]:
     return found | {f"R{int(number) + 1}" for number in re.findall(r"\bR(\d+)\.64", text)}
 
 
+# What the recording of an id may do with memory that threads share, in its order, and a letter for each: a look at the
+# record, an exchange within a warp, the atomic minimum, the lock, its release, and any other atomic.
+STEPS = {
+    r"LDG\S*\.64\.STRONG\S*": "L",
+    r"SHFL\S*": "S",
+    r"ATOMG?\S*\.MIN\.64\S*": "M",
+    r"ATOMG?\S*\.CAS\.STRONG\S*": "C",
+    r"ATOMG?\S*\.EXCH\.STRONG\S*": "X",
+    r"(?:ATOM|ATOMG|ATOMS|RED|REDG|REDS)\.\S*": "?",
+}
+READS_IDS = ("find_out_of_range", "mark_keys")
+
+
+def problems_of_atomics(kernel: Kernel) -> list[str]:
+    """Whether ids out of range are recorded as they should; the host's one thread that takes a record is let alone."""
+    steps = ""
+    for opcode in re.findall(r"^(?:@\S+ )?(\S+)", kernel.text, re.MULTILINE):
+        steps += next((letter for pattern, letter in STEPS.items() if re.fullmatch(pattern, opcode)), "")
+    if kernel.function == "take_record":
+        return []
+    if kernel.function in READS_IDS or (kernel.forward and "gathered" in kernel.parameters):
+        # What the compiler moves behind the end are the exchanges of warps that are not whole.
+        return [] if re.fullmatch(r"(L+S+MC[CL]*X)+S*", steps) else [f"more than one atomic of a warp: {steps}"]
+    return [f"atomics: {steps}"] if re.search("[MCX?]", steps) else []
+
+
 def problems_of(kernel: Kernel, kernels: dict[str, Kernel]) -> list[str]:
     """What the machine code of a kernel should not have, and what it lacks; `kernels` are all of an architecture."""
     problems = []
@@ -201,6 +229,7 @@ def problems_of(kernel: Kernel, kernels: dict[str, Kernel]) -> list[str]:
     fused, multiplied, added = map(kernel.numbers, ("FMA", "MUL", "ADD"))
     if kernel.count("LDL|STL"):
         problems.append("local memory")
+    problems += problems_of_atomics(kernel)
     stored = kernel.count(r"STG\.E\.128")
     if kernel.vectors:
         if not stored:
@@ -246,8 +275,7 @@ def kernels_of(library: str, architecture: str) -> dict[str, Kernel]:
 # ---- launches
 
 
-@dataclasses.dataclass
-class Launch:
+class Launch(NamedTuple):
     """A kernel as one call launches it on an sm_90 device."""
 
     kernel: str
@@ -359,7 +387,7 @@ def problems_of_file(launches: list[Launch]) -> list[str]:
 def write_file(launches: list[Launch]) -> None:
     """What the benchmark estimates with: kernels of gathered rows and interleaved columns."""
     kept = [one for one in launches if re.search(r"gathered, interleaved, (shared|along)|^sum_segments", one.kernel)]
-    IN_FLIGHT.write_text("[\n" + ",\n".join(json.dumps(dataclasses.asdict(one)) for one in kept) + "\n]\n")
+    IN_FLIGHT.write_text("[\n" + ",\n".join(json.dumps(one._asdict()) for one in kept) + "\n]\n")
 
 
 def show_launches(launches: list[Launch]) -> None:

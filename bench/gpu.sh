@@ -68,7 +68,7 @@ mkdir -p "$OUT" || exit 2
 step build 150 build.log "$PYTHON" setup.py build_ext --inplace
 
 step tests 200 tests.log "$PYTHON" -m pytest -m cuda -p no:cacheprovider -o faulthandler_timeout=60 --tb=short \
-  --durations=8 -rs tests/test_cuda.py tests/test_cuda_errors.py tests/test_cuda_streams.py
+  --durations=8 -rs --junitxml="$OUT/tests.xml" tests/test_cuda.py tests/test_cuda_errors.py tests/test_cuda_streams.py
 grep -qE '[0-9]+ passed' "$OUT/tests.log" || { say 'tests      FAILED: none passed\n'; failed=1; }
 
 bench=(--seconds 150 --json "$OUT/gpu.json")
@@ -81,7 +81,7 @@ if ((dry_run)); then
   step memcheck 60 memcheck.log "${check[@]}"
   step racecheck 60 racecheck.log "${check[@]}" --every 3
 elif [[ -z $sanitizer ]]; then
-  say 'memcheck and racecheck skipped: compute-sanitizer is not installed\n'
+  say '%-10s skipped: compute-sanitizer is not installed\n' memcheck racecheck
 else
   run=("$sanitizer" --error-exitcode 9 --print-limit 20 --tool)
   # Without torch's cache every tensor is an allocation, so that a step past its end is seen.
@@ -91,5 +91,7 @@ fi
 
 printf '\n'
 cat "$summary"
+printf '\nwhat only a GPU can tell (docs/cuda.md):\n'
+"$PYTHON" -m bench.ticks "$OUT" | tee "$OUT/ticks.txt"
 printf 'results in %s after %ss\n' "$OUT" "$SECONDS"
 exit "$failed"

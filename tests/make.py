@@ -30,7 +30,7 @@ WIDTHS = (1, 2, 3, 5, 6, 7, 8, 31, 127, 128, 130, 513, 1030)
 
 def name_of(value: Any) -> str:
     """A short id for a parametrised test."""
-    return getattr(value, "name", None) or str(value).removeprefix("torch.")
+    return getattr(value, "name", None) or getattr(value, "__name__", None) or str(value).removeprefix("torch.")
 
 
 def each(names: str, values: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -227,8 +228,8 @@ def test_the_cases_of_the_readme():
     assert {large[name] for name in (cases.COMPILED, cases.AUTOTUNED, cases.FORMULA)} == {1.0}
     if BENCH == "bench":  # beside the sources, results of the first format
         kept = rows.read(ROOT / "bench/results/cpu-xeon-2-threads.json")
-        later = {name for name in run.cases_of(FEW) if name.startswith("positions.")}
-        assert {row.case for row in kept} == set(run.cases_of(FEW)) - later
+        later = ("positions.", "dropout.", "forward.offsets.", *(f"forward.{name}." for name in cases.EXTRAS))
+        assert {row.case for row in kept} == {name for name in run.cases_of(FEW) if not name.startswith(later)}
 
 
 TINY = [case for case in every_case() if case.probe is None]
@@ -536,3 +537,50 @@ def test_the_modules_run(module, monkeypatch, capsys):
         runpy.run_module(f"{BENCH}.{module}", run_name="__main__")
     assert ended.value.code == 0
     assert ("copy.large " if module == "gpu" else "kernel.exact.") in capsys.readouterr().out
+
+
+# ---- the list of what only a GPU can tell
+
+
+@pytest.fixture
+def ticks():
+    """Of a checkout alone."""
+    if not (ROOT / "docs/cuda.md").exists():
+        pytest.skip("no checkout here (docs/cuda.md)")
+    return importlib.import_module(f"{BENCH}.ticks")
+
+
+def test_the_list_names_tests_and_steps(ticks, monkeypatch):
+    monkeypatch.setattr(ticks, "LIST", ROOT / "docs/cuda.md")
+    lines = [line for line in ticks.LIST.read_text().splitlines() if line.startswith("- [ ]")]
+    assert len(ticks.items()) == len(lines) >= 10
+    files = [ROOT / f"tests/test_cuda{name}.py" for name in ("", "_errors", "_streams")]
+    tests = set(re.findall(r"^def (test_\w+)", "".join(f.read_text() for f in files), re.MULTILINE))
+    steps = set(re.findall(r"^ *step (\w+)", (ROOT / "bench/gpu.sh").read_text(), re.MULTILINE))
+    for _, names in ticks.items():
+        assert set(names) <= tests | steps
+
+
+def test_what_a_run_has_shown(ticks, monkeypatch, tmp_path, capsys):
+    listed = tmp_path / "list.md"
+    listed.write_text("\n".join(f"- [ ] {c} ({n})" for c, n in [
+        ("A", "build"), ("B", "test_good, build"), ("C", "test_good, test_bad"), ("D", "test_skipped, test_good"),
+        ("E", "test_missing"), ("F", "memcheck"), ("G", "test_some")]))  # fmt: skip
+    monkeypatch.setattr(ticks, "LIST", listed)
+    (tmp_path / "summary.txt").write_text("build      ok, 3s\nmemcheck   FAILED (9), 4s: see memcheck.log\n")
+    cases = ['name="test_good[a]"/', 'name="test_good[b]"/', 'name="test_bad[a]"><failure/></testcase',
+             'name="test_bad[b]"/', 'name="test_skipped"><skipped/></testcase', 'name="test_some[a]"/',
+             'name="test_some[b]"><skipped/></testcase']  # fmt: skip
+    (tmp_path / "tests.xml").write_text("<suite>" + "".join(f"<testcase {c}>" for c in cases) + "</suite>")
+    ticks.main(str(tmp_path))
+    assert capsys.readouterr().out.splitlines() == [
+        "done     A",
+        "done     B",
+        "failed   C (test_bad failed)",
+        "not run  D (test_skipped not run)",
+        "not run  E (test_missing not run)",
+        "failed   F (memcheck failed)",
+        "not run  G (test_some not run)",
+    ]
+    ticks.main(str(tmp_path / "nowhere"))
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {"not"}

@@ -6,6 +6,7 @@ the CPU raises at once. These tests hold on a CPU as well, but for those about w
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,22 @@ def test_the_next_call_raises(device):
             call()
         call()
         assert_usable(device)
+
+
+@gpu_only
+def test_a_forked_child(device):
+    """It has no part in what its parent left."""
+    embed(torch.tensor([V], device=device), torch.zeros(V, D, device=device))
+    child = os.fork()
+    if child == 0:
+        try:
+            posenc_ext.check_errors()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(IndexError, match=f"got {V}"):
+        posenc_ext.check_errors()
 
 
 @gpu_only

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -42,11 +43,11 @@ def gate():
     return module
 
 
-def problems(gate, folder, flags, **environment):
+def problems(gate, folder, flags, csrc=build.CSRC, **environment):
     """What the gate says of kernels that are compiled with these flags."""
     source, cubin = folder / "kernels.cu", folder / "kernels.cubin"
     source.write_text(KERNELS)
-    command = [build.nvcc(), *flags, "-arch=sm_90", "-cubin", f"-I{build.CSRC}", source, "-o", cubin]
+    command = [build.nvcc(), *flags, "-arch=sm_90", "-cubin", f"-I{csrc}", source, "-o", cubin]
     subprocess.run(command, check=True, env={**os.environ, **environment})
     kernels = gate.kernels_of(str(cubin), "90")
     assert len(kernels) == 2
@@ -72,6 +73,26 @@ OTHERS = {
 def test_gate_refuses_others(gate, tmp_path, flags, environment, said):
     found = problems(gate, tmp_path, flags, **environment)
     assert any(said in problem for problem in found), found
+
+
+# Of the record of ids out of range, what keeps most threads from an atomic.
+CHANGES = {
+    "every thread of a warp": "|| !is_first_of_warp(key) ",
+    "no look before": "*first <= key || ",
+    "the lock for all": "|| atomicMin(&record->first, key) <= key",
+}
+
+
+@pytest.mark.parametrize("words", CHANGES.values(), ids=CHANGES)
+def test_gate_counts_atomics(gate, tmp_path, words):
+    csrc = tmp_path / "csrc"
+    shutil.copytree(build.CSRC, csrc)
+    changed = csrc / "cuda/out_of_range.cuh"
+    assert words in changed.read_text()
+    changed.write_text(changed.read_text().replace(words, ""))
+    found = problems(gate, tmp_path, build.NVCC_FLAGS, csrc)
+    assert len(found) == 1
+    assert "more than one atomic of a warp" in found[0]
 
 
 @pytest.mark.parametrize("flags", [["-O3"], [*build.NVCC_FLAGS, "--use_fast_math"], ["--fmad=true"]], ids=str)

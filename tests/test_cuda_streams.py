@@ -248,6 +248,58 @@ def test_whole_training_steps_can_be_captured(device):
         assert make.weight_of(layers[0]).grad[0].count_nonzero() == 0
 
 
+@gpu_only
+def test_first_use_in_a_capture(device):
+    """What outlives the call is none of the graph's memory: another graph, and its pool's end, leave it alone."""
+
+    def encoding() -> Tensor:
+        return positional_encoding(positions, 64, convention=Convention(base=4321.0))
+
+    positions = ids(device, 3, rows=10**6)
+    embed(positions % V, numbers(device, V, D))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = encoding()
+    graph.replay()
+    want = positional_encoding(positions.cpu(), 64, convention=Convention(base=4321.0))
+    assert_same_bits(result.cpu(), want)
+    del graph, result
+    torch.cuda.empty_cache()
+    numbers(device, 1024, 1024).fill_(float("nan"))
+    assert_same_bits(encoding().cpu(), want)
+
+
+@gpu_only
+def test_asking_in_a_capture(device):
+    """While one stream is captured, others may be asked for their errors."""
+    given, weight, other = ids(device, 40), numbers(device, V, D), torch.cuda.Stream()
+    bad = torch.full((3,), V, device=device)
+    embed(given, weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = embed(given, weight)
+        with torch.cuda.stream(other):
+            embed(bad, weight)
+        with pytest.raises(IndexError, match=f"got {V}"):
+            posenc_ext.check_errors()
+    graph.replay()
+    assert_same_bits(result, embed(given, weight))
+
+
+@gpu_only
+def test_a_stream_of_others(device):
+    """Of a stream that torch did not make nothing is known later; the call leaves an event behind."""
+    handle = torch.cuda.Stream()
+    bad, weight = torch.full((3,), V, device=device), numbers(device, V, D)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle.cuda_stream)):
+        sleep()
+        embed(bad, weight)
+    with pytest.raises(IndexError, match=f"got {V}"):
+        posenc_ext.check_errors()
+
+
 def test_more_bases_than_are_kept(device):
     """Frequencies of some 800 bases stay on the device, others come with each call; a graph never loses its own."""
 

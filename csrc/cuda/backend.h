@@ -62,6 +62,15 @@ struct Launch {
   }
 };
 
+// What a call asks of the framework that it serves, at first uses only.
+struct Framework {
+  // Memory of a device that is kept until the process ends, not used by other work before, for work on `stream` first.
+  // Not called for a stream under capture.
+  void* (*keep)(int device, void* stream, int64_t bytes) = nullptr;
+  // Whether the stream that is current on a device is never destroyed.
+  bool (*stream_lasts)(int device) = nullptr;
+};
+
 // One call of an op: from before its first launch to after its last.
 //
 // The device finds an out-of-range index after the call has returned. The first call after that raises it
@@ -69,8 +78,8 @@ struct Launch {
 // captured. The first call on a device waits for what is set up there.
 class Call {
  public:
-  // `device` must be the current one. Raises what earlier calls have left.
-  Call(Op op, int device, void* stream);
+  // `device` must be the current one, and `stream` the one that is current there. Raises what earlier calls have left.
+  Call(Op op, int device, void* stream, const Framework& framework);
 
   const Launch& launch() const { return launch_; }
   // The table in memory of the device. Its first use uploads it and waits for that. Up to kKeptTableBytes stay there,
@@ -92,11 +101,14 @@ class Call {
   Op op_;
   int device_;
   Launch launch_;
+  const Framework* framework_ = nullptr;
+  void* ended_ = nullptr;  // a cudaEvent_t that tells of its end, on a stream that may not be there later
   ErrorRecord* record_ = nullptr;
   std::unique_lock<std::mutex> alone_;  // of a check
 };
 
-// Waits for every device that was used, and raises an out-of-range index found on one.
+// Waits for every stream that was used, but those under capture, and raises an out-of-range index found on a device.
+// Does nothing in a process that was forked from one that used CUDA.
 POSENC_API void check_errors();
 
 void forward(const ForwardParams& params, const Launch& launch);

@@ -12,10 +12,10 @@ template <template <class> class Row, class Params>
 void count_rows(const Params& params, const Launch& launch) {
   const Tokens& tokens = params.rows.tokens;
   if (tokens.count() == 0) return;
-  const int64_t blocks = blocks_for(tokens.batch, 1, kFills * launch.resident_threads / kScanThreads);
   with_element_of(params, [&](auto* element) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
     const auto kernel = scan_rows<Row<T>>;
+    const int64_t blocks = balanced(tokens.batch, 1, launch.resident_blocks(kernel, kScanThreads)).x;
     POSENC_LAUNCH(kernel, blocks, kScanThreads, launch.stream, params);
   });
 }
@@ -30,7 +30,8 @@ void count_in_sequences(const SequenceIdParams& params, const Launch& launch) {
 
 void count_in_sequences(const SequenceStartParams& params, const Launch& launch) {
   if (params.total == 0) return;
-  const int64_t blocks = blocks_for(params.total, kScanThreads, kFills * launch.resident_threads / kScanThreads);
+  const int64_t resident = launch.resident_blocks(find_sequences, kScanThreads);
+  const int64_t blocks = balanced(divide_up(params.total, kScanThreads), 1, resident).x;
   POSENC_LAUNCH(find_sequences, blocks, kScanThreads, launch.stream, params);
 }
 

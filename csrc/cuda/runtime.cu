@@ -1,5 +1,7 @@
 #include "runtime.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -67,11 +69,35 @@ std::map<int, std::unique_ptr<Device>>& devices() {
   return *map;
 }
 
-Device& device_of(int index) {
+// In a child of a process that used CUDA: nothing of CUDA works there, and a lock may be held by a thread that is not.
+std::atomic<bool> forked{false};
+
+Device& device_of(int index, const Framework& framework) {
+  static const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  (void)watched;
   const std::lock_guard<std::mutex> lock(devices_mutex);
   std::unique_ptr<Device>& device = devices()[index];
-  if (!device) device = std::make_unique<Device>(index);
+  if (!device) device = std::make_unique<Device>(index, framework);
   return *device;
+}
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+// This library's copy of the CUDA runtime follows the caller's current device only if told.
+void select(int device) {
+  const cudaError_t error = cudaSetDevice(device);
+  int driver = 0;
+  if (error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess) {
+    cudaGetLastError();
+    const std::string major = std::to_string(CUDART_VERSION / 1000);
+    throw std::runtime_error(
+        "posenc_ext: built by nvcc " + version_text(CUDART_VERSION) + ", it needs an NVIDIA driver for CUDA " + major +
+        ".0 or newer, but this one is for CUDA " + version_text(driver) +
+        ": update the driver, or install posenc_ext with an nvcc below " + major + ".0 in CUDA_HOME");
+  }
+  check(error, "selecting the device");
 }
 
 std::vector<Device*> devices_in_use() {
@@ -132,8 +158,8 @@ void raise_if_found(ErrorRecord& record, int device) {
 
 }  // namespace
 
-ErrorRecord::ErrorRecord(cudaStream_t stream) : stream_(stream) {
-  check(cudaMalloc(&record_, sizeof(OutOfRange)), "allocating device memory");
+ErrorRecord::ErrorRecord(cudaStream_t stream, void* memory)
+    : stream_(stream), record_(static_cast<OutOfRange*>(memory)) {
   static const OutOfRange empty;
   check(cudaMemcpyAsync(record_, &empty, sizeof(empty), cudaMemcpyHostToDevice, stream), "clearing device memory");
   check(cudaStreamSynchronize(stream), "clearing device memory");
@@ -152,12 +178,12 @@ OutOfRange ErrorRecord::take() {
   return mapped_->taken;
 }
 
-Device::Device(int device) : index(device) {
+Device::Device(int device, const Framework& framework) : index(device), last_lasting_(cudaStreamPerThread) {
   const OutsideCapture outside;
   check(cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, index), "reading the device's size");
   check(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "creating a stream");
-  errors = std::make_unique<ErrorRecord>(copies_);
-  checks = std::make_unique<ErrorRecord>(copies_);
+  for (auto* record : {&errors, &checks})
+    *record = std::make_unique<ErrorRecord>(copies_, framework.keep(index, copies_, sizeof(OutOfRange)));
 }
 
 int64_t Device::resident_blocks(const void* kernel, int threads) {
@@ -170,23 +196,44 @@ int64_t Device::resident_blocks(const void* kernel, int threads) {
   return resident_blocks_[kernel] = int64_t{blocks} * processors_;
 }
 
-std::optional<Frequencies> Device::frequencies(const FrequencyTable& table, const std::function<bool()>& capturing) {
+cudaEvent_t Device::use(cudaStream_t stream, const Framework& framework) {
+  if (last_lasting_.load(std::memory_order_relaxed) == stream) return nullptr;
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  const auto [found, is_new] = streams_.try_emplace(stream, nullptr);
+  if (is_new && !framework.stream_lasts(index))
+    check(cudaEventCreateWithFlags(&found->second, cudaEventDisableTiming), "creating an event");
+  if (found->second == nullptr) last_lasting_.store(stream, std::memory_order_relaxed);
+  return found->second;
+}
+
+void Device::wait() {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  const OutsideCapture outside;
+  for (const auto& [stream, ended] : streams_) {
+    if (ended != nullptr) {
+      check(cudaEventSynchronize(ended), "waiting for a stream");
+      continue;
+    }
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+    if (error == cudaErrorStreamCaptureImplicit) cudaGetLastError();  // the legacy stream, beside a capture
+    else check(error, "asking for a capture");
+    if (error == cudaSuccess && status == cudaStreamCaptureStatusNone)
+      check(cudaStreamSynchronize(stream), "waiting for a stream");
+  }
+}
+
+std::optional<Frequencies> Device::frequencies(const FrequencyTable& table, const std::function<bool()>& capturing,
+                                               const Framework& framework) {
   const std::lock_guard<std::mutex> lock(frequencies_mutex_);
   const auto found = frequencies_.find(table.key);
   if (found != frequencies_.end()) return found->second;
 
   const PackedTable packed(table);
   const bool room = frequency_bytes_ + packed.bytes() <= kKeptTableBytes;
-  const bool needed = capturing();
-  if (!room && !needed) return std::nullopt;
+  if (!room && !capturing()) return std::nullopt;
   const OutsideCapture outside;
-  void* memory = nullptr;
-  const cudaError_t error = cudaMalloc(&memory, packed.bytes());
-  if (error == cudaErrorMemoryAllocation && !needed) {
-    cudaGetLastError();  // seen here; the runtime would report it again after the next launch
-    return std::nullopt;
-  }
-  check(error, "allocating device memory");
+  void* const memory = framework.keep(index, copies_, packed.bytes());
   packed.copy_to(memory, copies_);
   check(cudaStreamSynchronize(copies_), "uploading frequencies");
   frequency_bytes_ += packed.bytes();
@@ -195,13 +242,17 @@ std::optional<Frequencies> Device::frequencies(const FrequencyTable& table, cons
 
 // ---- calls
 
-Call::Call(Op op, int device, void* stream) : op_(op), device_(device) {
-  // This library's copy of the CUDA runtime follows the caller's current device only if told.
-  check(cudaSetDevice(device), "selecting the device");
+Call::Call(Op op, int device, void* stream, const Framework& framework)
+    : op_(op), device_(device), framework_(&framework) {
+  if (forked)
+    throw std::runtime_error(message(
+        name_of(op), "this process was forked from one that had used CUDA, so it cannot; start processes by 'spawn'"));
+  select(device);
   launch_.stream = stream;
   if (waits(op) && capturing())
     throw std::runtime_error(message(name_of(op), "a call that waits for the device cannot be captured in a graph"));
-  Device& state = device_of(device);
+  Device& state = device_of(device, framework);
+  ended_ = state.use(static_cast<cudaStream_t>(stream), framework);
   if (state.errors->found() && !capturing()) {
     wait();
     raise_if_found(*state.errors, device);
@@ -219,7 +270,8 @@ bool Call::capturing() const {
 }
 
 Frequencies Call::frequencies(const FrequencyTable& table, const std::function<void*(int64_t)>& scratch) const {
-  if (const auto kept = device_of(device_).frequencies(table, [this] { return capturing(); })) return *kept;
+  Device& state = device_of(device_, *framework_);
+  if (const auto kept = state.frequencies(table, [this] { return capturing(); }, *framework_)) return *kept;
   const PackedTable packed(table);
   void* memory = scratch(packed.bytes());
   packed.copy_to(memory, static_cast<cudaStream_t>(launch_.stream));
@@ -250,6 +302,9 @@ void Call::raise_launch_error() const {
 
 void Call::finish() const {
   raise_launch_error();
+  if (ended_ != nullptr && !capturing())
+    check(cudaEventRecord(static_cast<cudaEvent_t>(ended_), static_cast<cudaStream_t>(launch_.stream)),
+          "recording an event");
   if (raises_at_once() && !capturing()) finish_and_wait();
 }
 
@@ -261,14 +316,15 @@ void Call::finish_and_wait() const {
 
 // In a thread of its own: to ask which device is current in the caller's would set up the first one.
 void check_errors() {
+  if (forked) return;
   const std::vector<Device*> in_use = devices_in_use();
   if (in_use.empty()) return;
   std::exception_ptr error;
   std::thread([&] {
     for (Device* device : in_use) {
       try {
-        check(cudaSetDevice(device->index), "selecting a device");
-        check(cudaDeviceSynchronize(), "waiting for a device");
+        select(device->index);
+        device->wait();
         raise_if_found(*device->errors, device->index);
       } catch (...) {
         if (!error) error = std::current_exception();

@@ -1,6 +1,7 @@
 // What is kept for each device: its size, the place where out-of-range indices are recorded, frequencies.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -17,7 +18,8 @@ namespace posenc::cuda {
 // Where kernels leave the first out-of-range index, and how the host learns of it and takes it.
 class ErrorRecord {
  public:
-  explicit ErrorRecord(cudaStream_t stream);
+  // `memory` of the device, to hold an OutOfRange.
+  ErrorRecord(cudaStream_t stream, void* memory);
 
   ErrorSink sink(uint64_t call) const { return {record_, &mapped_on_device_->found, call}; }
   bool found() const { return const_cast<const volatile Mapped*>(mapped_)->found != 0; }
@@ -40,10 +42,16 @@ class ErrorRecord {
 // Made at a device's first use and kept until the process ends, like the CUDA context it belongs to. The current device
 // of the calling thread must be this one.
 struct Device final : Occupancy {
-  explicit Device(int device);
+  Device(int device, const Framework& framework);
+  // To be called with every stream before it is used. An event to be recorded after each use, null for a stream that is
+  // never destroyed.
+  cudaEvent_t use(cudaStream_t stream, const Framework& framework);
+  // Waits for all work of those streams that is not under capture.
+  void wait();
   // The table in memory that is never freed, so that no kernel and no graph can lose it; nothing once that memory is
   // full, unless `capturing`.
-  std::optional<Frequencies> frequencies(const FrequencyTable& table, const std::function<bool()>& capturing);
+  std::optional<Frequencies> frequencies(const FrequencyTable& table, const std::function<bool()>& capturing,
+                                         const Framework& framework);
 
   // Asked of the CUDA runtime once for each kernel, which is launched with so many threads a block at most.
   int64_t resident_blocks(const void* kernel, int threads) override;
@@ -57,7 +65,10 @@ struct Device final : Occupancy {
   int processors_ = 0;
   std::mutex occupancy_mutex_;
   std::unordered_map<const void*, int64_t> resident_blocks_;
-  cudaStream_t copies_ = nullptr;
+  cudaStream_t copies_ = nullptr;  // for what must not wait for other work, nor be captured with it
+  std::mutex streams_mutex_;
+  std::map<cudaStream_t, cudaEvent_t> streams_;
+  std::atomic<cudaStream_t> last_lasting_;
   std::mutex frequencies_mutex_;
   std::map<FrequencyKey, Frequencies> frequencies_;
   int64_t frequency_bytes_ = 0;

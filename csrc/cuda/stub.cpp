@@ -14,7 +14,7 @@ namespace {
 
 }  // namespace
 
-Call::Call(Op op, int device, void*) : op_(op), device_(device) { refuse(); }
+Call::Call(Op op, int device, void*, const Framework&) : op_(op), device_(device) { refuse(); }
 Frequencies Call::frequencies(const FrequencyTable&, const std::function<void*(int64_t)>&) const { refuse(); }
 int64_t Call::read(const int32_t*) const { refuse(); }
 void Call::finish() const { refuse(); }

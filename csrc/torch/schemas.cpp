@@ -77,10 +77,11 @@ const bool defined = [] {
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
   define("positional_encoding_out",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
-  // first_position: of the first token that counts. offsets: added to it, 0-d or one for each row.
-  define("positions_from_padding",
-         "(Tensor input, int padding_idx, Tensor? offsets=None, SymInt first_position=0, SymInt? padding_position=0, "
-         "bool batch_first=True) -> Tensor");
+  // first_position: of the first token that counts. offset: added to it, 0-d or one for each row.
+  define(
+      "positions_from_padding",
+      "(Tensor ids_or_mask, int padding_idx, Tensor? offset=None, SymInt first_position=0, SymInt? padding_position=0, "
+      "bool batch_first=True) -> Tensor");
   define("positions_from_cu_seqlens", "(Tensor cu_seqlens, SymInt total, SymInt first_position=0) -> Tensor");
   define("positions_from_sequence_ids", "(Tensor ids, SymInt first_position=0, bool batch_first=True) -> Tensor");
   return true;

@@ -177,15 +177,17 @@ def _rows_of(op: str, argument: str, tokens: Tensor, booleans: bool = False) -> 
     return tokens.new_empty(tokens.shape, dtype=torch.int64)
 
 
-def _from_padding(op: str, input: Tensor, offsets: Tensor | None = None, batch_first: bool = True, **_: Any) -> Tensor:
-    result = _rows_of(op, "ids_or_mask", input, booleans=True)
-    if offsets is not None:
-        _check_integers(op, "offset", offsets)
-        batch = input.shape[:-1] if batch_first else input.shape[1:]
+def _from_padding(
+    op: str, ids_or_mask: Tensor, offset: Tensor | None = None, batch_first: bool = True, **_: Any
+) -> Tensor:
+    result = _rows_of(op, "ids_or_mask", ids_or_mask, booleans=True)
+    if offset is not None:
+        _check_integers(op, "offset", offset)
+        batch = ids_or_mask.shape[:-1] if batch_first else ids_or_mask.shape[1:]
         text = f"offset must be 0-d or hold one number for each row of the batch {list(batch)}, got shape "
-        _require(offsets.dim() == 0 or offsets.shape == batch, op, f"{text}{list(offsets.shape)}")
-        if offsets.dim() or offsets.device.type != "cpu":
-            _check_device(op, "offset", offsets, input, "ids_or_mask")
+        _require(offset.dim() == 0 or offset.shape == batch, op, f"{text}{list(offset.shape)}")
+        if offset.dim() or offset.device.type != "cpu":
+            _check_device(op, "offset", offset, ids_or_mask, "ids_or_mask")
     return result
 
 

@@ -64,19 +64,19 @@ def _call(op: Any, composed: Callable[..., Tensor], tokens: Tensor, *rest: Any) 
 
 
 def compose_from_padding(
-    input: Tensor,
+    ids_or_mask: Tensor,
     padding_idx: int,
-    offsets: Tensor | None = None,
+    offset: Tensor | None = None,
     first_position: int = 0,
     padding_position: int | None = 0,
     batch_first: bool = True,
 ) -> Tensor:
     """As the op `positions_from_padding`."""
     axis = -1 if batch_first else 0
-    real = torch.ne(input.to(torch.int64), int(padding_idx))
+    real = torch.ne(ids_or_mask.to(torch.int64), int(padding_idx))
     positions = real.to(torch.int64).cumsum(axis) + (first_position - 1)
-    if offsets is not None:
-        positions = positions + offsets.to(torch.int64).unsqueeze(axis)
+    if offset is not None:
+        positions = positions + offset.to(torch.int64).unsqueeze(axis)
     if padding_position is None:
         return positions
     return torch.where(real, positions, torch.full_like(positions, padding_position))

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "checks.h"
+#include "fake_cuda.h"
 
 // There if this program was linked with ASan.
 extern "C" {
@@ -180,7 +181,10 @@ class Scratch {
   Scratch(const BackwardTensors& tensors, bool sparse)
       : layout(tensors.tokens, tensors.params, sparse),
         memory_(std::aligned_alloc(kAlignment, std::max(layout.bytes, kAlignment))) {
-    std::memset(memory_, 0xFF, layout.bytes);
+    // What is not cleared has other values each time, as counts and as places.
+    static int made = 0;
+    static constexpr int kFills[] = {0xFF, 0x01, 0x7F};
+    std::memset(memory_, kFills[made++ % 3], layout.bytes);
     layout.place(memory_);
     for (const auto& [begin, end] : gaps(parts(tensors, sparse)))
       if (__asan_poison_memory_region) __asan_poison_memory_region(begin, end - begin);
@@ -464,6 +468,42 @@ void check_mixtures(const Options& options) {
   }
 }
 
+// The rows of a gradient lie far apart, and so do those of the result: of its many zero rows only the last are written.
+void check_far_apart() {
+  const int64_t width = 8192, rows = (int64_t{1} << 31) / width + 2, tokens = 3, apart = (int64_t{1} << 31) + 16;
+  const SparseMemory grad((tokens - 1) * apart * 4 + width * 4), out(rows * width * 4);
+  const std::vector<int64_t> ids = {rows - 1, 0, rows - 1};
+  Random random(5);
+  std::vector<float> expected(width);
+  for (int64_t token = 0; token < tokens; ++token)
+    for (int64_t c = 0; c < width; ++c) {
+      const float value = static_cast<float>(random.normal());
+      reinterpret_cast<float*>(grad.data())[token * apart + c] = value;
+      if (ids[token] == rows - 1) expected[c] = token == 0 ? value : (expected[c] + value) * 3;
+    }
+  const IntegerTensor tensor(ids, true);
+  const GradientTokens given{tensor.view(), tokens, rows, -1};
+  BackwardParams params;
+  params.dtype = Dtype::float32;
+  params.grad = grad.data();
+  params.token_stride = apart;
+  params.column_stride = 1;
+  params.width = width;
+  params.rows = rows;
+  params.out = out.data();
+  params.token_scale = 3;
+  cuda::GradientScratch scratch(given, params, false);
+  Buffer<char> memory(scratch.bytes + 256);
+  scratch.place(memory.data() + 256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
+  // As many blocks as there are rows.
+  fake_cuda::runs_block = [](const uint3& index, const dim3& grid) { return grid.x < 1000 || index.x + 3 > grid.x; };
+  const Device device(rows * width, 9);
+  cuda::backward(given, params, scratch, device.launch);
+  device.wait();
+  fake_cuda::runs_block = nullptr;
+  expect(std::memcmp(out.data() + (rows - 1) * width * 4, expected.data(), width * 4) == 0, "the last row");
+}
+
 }  // namespace
 
 void check_backward(const Options& options) {
@@ -476,6 +516,7 @@ void check_backward(const Options& options) {
   if (begin_group(options, "backward: out of range")) check_out_of_range(options);
   if (begin_group(options, "backward: small calls")) check_small_calls(options);
   if (begin_group(options, "backward: mixtures")) check_mixtures(options);
+  if (!options.few && begin_group(options, "backward: far apart")) check_far_apart();
 }
 
 }  // namespace checks

@@ -2,10 +2,13 @@
 // reproducible random numbers.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -35,6 +38,24 @@ class Buffer {
  private:
   int64_t count_;
   T* data_;
+};
+
+// Address space of which only what is touched costs memory.
+class SparseMemory {
+ public:
+  explicit SparseMemory(int64_t bytes)
+      : bytes_(bytes),
+        data_(static_cast<char*>(
+            mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
+    if (data_ == MAP_FAILED) throw std::runtime_error("no address space");
+  }
+  ~SparseMemory() { munmap(data_, bytes_); }
+  SparseMemory(const SparseMemory&) = delete;
+  char* data() const { return data_; }
+
+ private:
+  int64_t bytes_;
+  char* data_;
 };
 
 // SplitMix64.

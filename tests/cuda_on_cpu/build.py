@@ -285,11 +285,14 @@ class Builder:
         objects = units or [self.host_unit(unit) for unit in self.host_units()]
         return self.link(name, [*objects, *self.host_check_objects()], "plain", partial=True)
 
-    def contention_program(self, csrc: Path = CSRC, name: str = "contention") -> Path:
-        """Threads that take turns at every access to memory."""
-        objects = [self.shim_object(Unit(HERE / "contention_checks.cpp"), "watched", csrc),
-                   self.shim_object(Unit(HERE / "access_checks.cpp"), "plain"), self.runtime_object()]  # fmt: skip
-        return self.link(name, objects, "plain", partial=True)
+    def contention_program(self, mode: str, csrc: Path = CSRC, name: str = "") -> Path:
+        """Many threads at one record: they take turns at every access to memory ("contention"), or under TSan."""
+        checks, runtime = Unit(HERE / "contention_checks.cpp"), self.runtime_object()
+        if mode == "memory order":
+            return self.link(name or mode, [self.shim_object(checks, "tsan", csrc), runtime], "tsan", partial=True)
+        objects = [self.shim_object(checks, "watched", csrc), runtime]
+        return self.link(name or mode, [*objects, self.shim_object(Unit(HERE / "access_checks.cpp"), "plain")], "plain",
+                         partial=True)  # fmt: skip
 
     # -- kernels from PTX
 

@@ -474,7 +474,7 @@ CUDA_ON_CPU_UNSEEN inline void run_grid() {
     active.block_index.x = static_cast<unsigned>(at % grid.x);
     active.block_index.y = static_cast<unsigned>(at / grid.x % grid.y);
     active.block_index.z = static_cast<unsigned>(at / grid.x / grid.y);
-    run_block(threads);
+    if (fake_cuda::runs_block == nullptr || fake_cuda::runs_block(active.block_index, grid)) run_block(threads);
   }
   acquire(&launch_end_tag);
 }

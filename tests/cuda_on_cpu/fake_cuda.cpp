@@ -51,9 +51,11 @@ struct Allocation {
   size_t bytes;
   int device;
   Stream* owner;   // it is given back in the order of this stream
-  bool exclusive;  // only work of the owner may use it
+  bool exclusive;  // only work of the owner may use it, unless it is never given back
   bool alive = true;
-  bool of_host = false;  // the device's view of pinned memory
+  bool elsewhere = false;        // another stream has used it
+  bool to_be_forgotten = false;  // it has been given back, and work on its stream may still use it
+  bool of_host = false;          // the device's view of pinned memory
 };
 
 // Addresses are never used twice, so that an old pointer is always recognised.
@@ -63,6 +65,7 @@ constexpr size_t kArenaBytes = size_t{1} << 36, kPage = 4096;
 std::recursive_mutex mutex;  // of all that follows
 pid_t process = 0;           // that made the first call
 std::map<Stream*, std::unique_ptr<Stream>> streams;
+std::vector<std::unique_ptr<Stream>> destroyed;
 std::map<int, Stream*> null_streams;
 std::map<Event*, std::unique_ptr<Event>> events;
 std::map<cudaGraph_t, std::vector<std::function<void()>>> graphs;
@@ -229,13 +232,16 @@ uintptr_t make_allocation(size_t bytes, int device, Stream* owner, bool exclusiv
 void check_device_memory(uintptr_t address, size_t bytes) {
   const auto after = allocations.upper_bound(address);
   if (after == allocations.begin()) fail("access to no memory");
-  const auto& [begin, allocation] = *std::prev(after);
+  auto& [begin, allocation] = *std::prev(after);
   if (address + bytes > begin + allocation.bytes)
     fail("access " + std::to_string(address + bytes - begin - allocation.bytes) + " bytes past the end of memory of " +
          std::to_string(allocation.bytes) + " bytes");
   if (!allocation.alive) fail("access to memory that was given back");
   if (!allocation.of_host && allocation.device != running->device) fail("access to memory of another device");
-  if (allocation.exclusive && allocation.owner != running) fail("memory allocated for one stream is used on another");
+  if (allocation.exclusive && allocation.owner != running) {
+    allocation.elsewhere = true;
+    if (allocation.to_be_forgotten) fail("memory allocated for one stream is used on another");
+  }
 }
 
 void check_range(const void* memory, size_t bytes, bool device) {
@@ -318,7 +324,7 @@ void* allocate(size_t bytes, int device, void* handle, bool exclusive) {
   // A graph has its memory anew each time.
   if (stream->capture)
     stream->capture->work.push_back([=] {
-      allocation_of(address)->alive = true;
+      allocation_of(address)->alive = true;  // what the graph's work does to it comes before it is forgotten again
       fill_with_garbage(address, bytes);
     });
   return reinterpret_cast<void*>(address);
@@ -327,6 +333,8 @@ void* allocate(size_t bytes, int device, void* handle, bool exclusive) {
 void release(void* memory) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   Allocation* const allocation = allocation_of(reinterpret_cast<uintptr_t>(memory));
+  if (allocation->exclusive && allocation->elsewhere) fail("memory allocated for one stream was used on another");
+  allocation->to_be_forgotten = true;
   const auto forget = [=] { allocation->alive = false; };
   if (!allocation->owner) forget();
   else if (allocation->owner->capture) allocation->owner->capture->work.push_back(forget);
@@ -496,6 +504,15 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   Stream* const stream = find(handle);
   if (!stream || is_null(stream)) return result(cudaErrorInvalidResourceHandle);
   drain(stream);
+  for (const auto& [handle, event] : events)
+    if (event->stream == stream) *event = {};
+  for (const auto& [other, owned] : streams)
+    for (Task& task : other->queue)
+      if (task.after.stream == stream) task.after = {};
+  for (auto& [address, allocation] : allocations)
+    if (allocation.owner == stream) allocation.owner = nullptr;
+  // Kept, so that its address means no other stream.
+  destroyed.push_back(std::move(streams.find(stream)->second));
   streams.erase(stream);
   return cudaSuccess;
 }

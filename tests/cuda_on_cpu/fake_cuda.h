@@ -73,6 +73,9 @@ cudaError_t count(const char* what);
 cudaError_t ask(const char* what);
 cudaError_t enqueue(const char* what, int device, void* stream, std::function<void()> work);
 
+// Of a large grid, a check may run only some blocks.
+inline bool (*runs_block)(const uint3& index, const dim3& grid) = nullptr;
+
 // ---- memory of devices
 
 // Memory as torch's allocator hands it out, filled with garbage. `release` gives it back in the order of its stream.

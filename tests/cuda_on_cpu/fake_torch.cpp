@@ -50,7 +50,11 @@ namespace fake_torch {
 namespace {
 
 thread_local int current_device = 0;
-thread_local std::map<int, void*> current_streams;
+struct Current {
+  void* stream = nullptr;
+  bool of_others = false;
+};
+thread_local std::map<int, Current> current_streams;
 
 struct Op {
   size_t arguments = 0, outputs = 0;
@@ -113,8 +117,8 @@ AOTITorchError copy_to(const AtenTensorOpaque& result, const AtenTensorOpaque& f
 
 void set_device(int device) { current_device = fake_cuda::device_of_torch = device; }
 int device() { return current_device; }
-void set_stream(int device, void* stream) { current_streams[device] = stream; }
-void* stream(int device) { return current_streams[device]; }
+void set_stream(int device, void* stream, bool of_others) { current_streams[device] = {stream, of_others}; }
+void* stream(int device) { return current_streams[device].stream; }
 
 Tensor make(const std::vector<int64_t>& sizes, ScalarType type, int device) {
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
@@ -230,6 +234,31 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard) {
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
   return *stream = fake_torch::stream(device), AOTI_TORCH_SUCCESS;
 }
+
+struct StreamGuard {
+  int device, device_before;
+  fake_torch::Current before;
+};
+AOTITorchError aoti_torch_create_cuda_stream_guard(void* stream, int32_t device, void** guard) {
+  *guard = new StreamGuard{device, current_device, current_streams[device]};
+  return set_device(device), set_stream(device, stream, true), AOTI_TORCH_SUCCESS;
+}
+AOTITorchError aoti_torch_delete_cuda_stream_guard(void* handle) {
+  const std::unique_ptr<StreamGuard> guard(static_cast<StreamGuard*>(handle));
+  current_streams[guard->device] = guard->before;
+  return set_device(guard->device_before), AOTI_TORCH_SUCCESS;
+}
+// The handle is the number.
+AOTITorchError aoti_torch_get_current_stream(int32_t device, StreamHandle* stream) {
+  const fake_torch::Current& current = current_streams[device];
+  const auto number = reinterpret_cast<uintptr_t>(current.stream);
+  *stream = reinterpret_cast<StreamHandle>(number == 0 || current.of_others ? number : number | 1);
+  return AOTI_TORCH_SUCCESS;
+}
+AOTITorchError aoti_torch_stream_id(StreamHandle stream, int64_t* number) {
+  return *number = static_cast<int64_t>(reinterpret_cast<uintptr_t>(stream)), AOTI_TORCH_SUCCESS;
+}
+AOTITorchError aoti_torch_delete_stream(StreamHandle) { return AOTI_TORCH_SUCCESS; }
 
 // ---- the dispatcher
 

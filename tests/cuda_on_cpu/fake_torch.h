@@ -20,8 +20,8 @@ constexpr int kCpu = -1;
 // Of this thread.
 void set_device(int device);
 int device();
-// What the ops find current on a device.
-void set_stream(int device, void* stream);
+// What the ops find current on a device. Torch made the stream itself, unless it was handed one of others.
+void set_stream(int device, void* stream, bool of_others = false);
 void* stream(int device);
 
 // A contiguous tensor with no values yet. One of a device may be used on any stream, unlike those that ops make.

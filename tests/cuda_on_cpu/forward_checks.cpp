@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "checks.h"
+#include "fake_cuda.h"
 #include "frequency.h"
 
 namespace checks {
@@ -773,24 +774,6 @@ void check_bounds(const Options& options) {
 
 // ---- far apart in memory
 
-// Address space of which only what is touched costs memory.
-class SparseMemory {
- public:
-  explicit SparseMemory(int64_t bytes)
-      : bytes_(bytes),
-        data_(static_cast<char*>(
-            mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
-    if (data_ == MAP_FAILED) throw std::runtime_error("no address space");
-  }
-  ~SparseMemory() { munmap(data_, bytes_); }
-  SparseMemory(const SparseMemory&) = delete;
-  char* data() const { return data_; }
-
- private:
-  int64_t bytes_;
-  char* data_;
-};
-
 // The rows that a call reads or writes, one for each token, copied together and back.
 void copy_rows(char* far, const std::vector<int64_t>& offsets, Elements& near, int64_t width, int64_t size, bool out) {
   for (size_t i = 0; i < offsets.size(); ++i) {
@@ -848,6 +831,35 @@ void check_far_apart(const Options& options) {
       }
 }
 
+// More rows of the batch than an axis of the grid has blocks for. The first block of that axis also writes the last
+// ones.
+void check_long_batches() {
+  const int64_t step = 65535 * 64, batch = step + 33, width = 2;
+  const int64_t position = 3;
+  for (const Dtype dtype : {Dtype::float32, Dtype::float64}) {
+    ForwardCase shape{dtype, Source::none};
+    shape.batch = 2, shape.seq = 1, shape.width = width, shape.offset = position;
+    ForwardTensors tensors(shape);
+    ForwardParams params = tensors.params;
+    Elements expected(dtype, 2 * width), got(dtype, batch * width);
+    params.out = expected.at(0);
+    params.out_strides = {width, width};
+    cpu::forward(params, run_serially);
+    params.tokens.batch = batch;
+    params.out = got.at(0);
+    fake_cuda::runs_block = [](const uint3& index, const dim3&) { return index.z == 0; };
+    const Device device(int64_t{1} << 30);
+    cuda::forward(params, device.launch);
+    device.wait();
+    fake_cuda::runs_block = nullptr;
+    bool right = true;
+    const size_t bytes = width * element_size(dtype);
+    for (const int64_t row : {int64_t{0}, int64_t{63}, step, batch - 1})
+      right &= std::memcmp(got.at(row * width), expected.at(0), bytes) == 0;
+    expect(right, std::string(name_of(dtype)) + ", " + std::to_string(batch) + " rows of the batch");
+  }
+}
+
 }  // namespace
 
 void check_forward(const Options& options) {
@@ -869,6 +881,7 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: tokens in flight")) check_tokens_in_flight(options);
   if (begin_group(options, "bounds check")) check_bounds(options);
   if (!options.few && begin_group(options, "forward: far apart")) check_far_apart(options);
+  if (!options.few && begin_group(options, "forward: long batches")) check_long_batches();
 }
 
 }  // namespace checks

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -156,9 +157,12 @@ cudaStream_t new_stream(int device) {
 
 void wait(int device, void* stream) {
   const int before = fake_cuda::current_device();
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the checks' own waiting disturbs no capture
+  cudaThreadExchangeStreamCaptureMode(&mode);
   cudaSetDevice(device);
   cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
   cudaSetDevice(before);
+  cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
 bool same(const Tensor& a, const Tensor& b) {
@@ -443,6 +447,47 @@ void check_synchronous_mode() {
   expect(cudaStreamEndCapture(static_cast<cudaStream_t>(stream), &graph) == cudaSuccess, "the capture is valid");
 }
 
+// Tensors of a call lie on one device, whichever is current.
+void check_other_devices() {
+  const Inputs here(0), there(1);
+  for (const auto& [argument, call] : std::map<std::string, std::function<void()>>{
+           {"input must be on the device of weight (cuda:0), got cuda:1",
+            [&] {
+              fake_torch::run("_embed_fwd", here.weight, there.ids, kNothing, int64_t{0}, kScale, kBase, kVaswani);
+            }},
+           {"positions must be on the device of weight (cuda:0), got cuda:1",
+            [&] {
+              fake_torch::run("_embed_fwd", here.weight, here.ids, std::optional(there.positions), int64_t{0}, kScale,
+                              kBase, kVaswani);
+            }},
+           {"out must be on the device of weight (cuda:0), got cuda:1",
+            [&] {
+              fake_torch::run<0>("embed_out", here.weight, here.ids, kNothing, int64_t{7}, kScale, kBase, kVaswani,
+                                 there.out);
+            }},
+           {"input must be on the device of grad (cuda:0), got cuda:1",
+            [&] { fake_torch::run("embed_backward", here.grad, there.ids, kRows, kScale, kPadding, true); }},
+           {"input must be on the device of grad (cuda:1), got cpu",
+            [&] { fake_torch::run("embed_backward", there.grad, Inputs(kCpu).ids, kRows, kScale, kPadding, true); }}}) {
+    const std::string text = raised<std::invalid_argument>(call);
+    expect(holds(text, argument), "'" + text + "' has '" + argument + "'");
+  }
+  expect(fake_cuda::launches().empty(), "nothing is launched");
+}
+
+// A stream that torch did not make may be destroyed before somebody asks for errors.
+void check_streams_of_others() {
+  fake_torch::set_device(0);
+  for (const bool destroyed : {false, true}) {
+    void* const stream = new_stream(0);
+    fake_torch::set_stream(0, stream, true);
+    queue_bad_call(0, 30);
+    if (destroyed) cudaStreamDestroy(static_cast<cudaStream_t>(stream));
+    expect_raised([] { posenc::cuda::check_errors(); }, "got 30", destroyed ? "destroyed" : "not waited for");
+    expect_nothing([] { posenc::cuda::check_errors(); }, "after that");
+  }
+}
+
 // ---- captures
 
 // Captures calls on a stream of device 0; null if the capture became invalid.
@@ -515,7 +560,81 @@ void check_that_captures_raise_nothing() {
   expect_raised([] { add(Inputs(0)); }, "got 44", "after the capture");
 }
 
+// While one stream is captured, in any mode, others are used as always; also by another thread, and for the first time.
+void check_beside_a_capture() {
+  cudaStream_t captured = nullptr;
+  set_up_capture(captured);
+  for (const bool other_thread : {false, true})
+    for (const bool first_use : {true, false}) {
+      void* const other = new_stream(0);
+      const auto calls = [&] {
+        fake_torch::set_device(0);
+        fake_torch::set_stream(0, other);
+        if (!first_use) queue_bad_call(0, 40);
+        if (first_use) expect_right_results(0, other);
+        else expect_raised([] { posenc::cuda::check_errors(); }, "got 40", "asking");
+        queue_bad_call(0, 41);
+        wait(0, other);
+        expect_raised([] { embed(Inputs(0)); }, "got 41", "the next call");
+        check_ids(Inputs(0));
+        sparse_backward(Inputs(0));
+        posenc::cuda::check_errors();
+        fake_torch::set_stream(0, captured);
+      };
+      Tensors results;
+      const Inputs in(0);
+      const auto graph = capture(captured, [&] {
+        if (!first_use) results = embed(in);
+        if (other_thread) std::thread(calls).join();
+        else calls();
+        expect_nothing([] { posenc::cuda::check_errors(); }, "asking in a capture");
+        for (Op op : {check_ids, sparse_backward}) {
+          const std::string text = raised<std::runtime_error>([&] { op(in); });
+          expect(holds(text, "a call that waits for the device cannot be captured"), "refused: '" + text + "'");
+        }
+      });
+      if (graph == nullptr || first_use) continue;
+      fake_cuda::replay(graph, captured);
+      wait(0, captured);
+      expect(same(embed(Inputs(kCpu)), results), "the replay");
+    }
+}
+
+// Where the default stream is in use, a stream that waits for it is captured.
+void check_beside_a_capture_of_a_blocking_stream() {
+  fake_torch::set_device(0);
+  fake_torch::set_stream(0, nullptr);
+  embed(Inputs(0));
+  cudaStream_t blocking = nullptr;
+  cudaStreamCreateWithFlags(&blocking, cudaStreamDefault);
+  fake_torch::set_stream(0, blocking);
+  capture(blocking, [] {
+    embed(Inputs(0));
+    posenc::cuda::check_errors();
+  });
+}
+
+// What outlives a call is torch's memory, and none of a graph.
+void check_kept_memory() {
+  check_first_use_in_a_capture();
+  check_that_nothing_waits();
+  for (const std::string& name : fake_cuda::calls())
+    expect(name != "cudaMalloc" && name != "cudaFree" && name != "cudaDeviceSynchronize", "no call of " + name);
+}
+
 // ---- failures
+
+// The message names both versions and the way out.
+void check_old_driver() {
+  machine.driver_version = 12080;
+  fake_torch::set_device(0);
+  const std::string text = raised<std::runtime_error>([] { check_ids(Inputs(0)); });
+  const std::string major = std::to_string(CUDART_VERSION / 1000);
+  for (const std::string& part :
+       {"built by nvcc " + major + ".", "driver for CUDA " + major + ".0 or newer",
+        std::string("this one is for CUDA 12.8"), std::string("update the driver"), "an nvcc below " + major + ".0"})
+    expect(holds(text, part), "'" + text + "' has '" + part + "'");
+}
 
 // Every call of the runtime fails once, in a process of its own. What was asked for is done or an error says that it is
 // not; after that, all is well.
@@ -639,6 +758,49 @@ void check_threads() {
   for (std::thread& thread : threads) thread.join();
 }
 
+// A child of a process that used CUDA: whatever is pending there, and whatever its threads hold, the child neither
+// waits nor raises it.
+void check_forked_children() {
+  fake_torch::set_device(0);
+  const Inputs in(0);
+  queue_bad_call(0, 50);
+  fake_cuda::let_time_pass();
+  std::atomic<bool> stop{false};
+  std::thread busy([&] {
+    while (!stop) raised<std::out_of_range>([] { posenc::cuda::check_errors(); });
+  });
+  for (int i = 0; i < 20; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(10);
+      expect_nothing([] { posenc::cuda::check_errors(); }, "asking in a child");
+      const std::string text = raised<std::runtime_error>([&] { check_ids(in); });
+      expect(holds(text, "forked from one that had used CUDA"), "a call in a child: '" + text + "'");
+      std::fflush(stdout);
+      _exit(failed);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    expect(status == 0, "a child, status " + std::to_string(status));
+  }
+  stop = true;
+  busy.join();
+}
+
+// A process that was forked before CUDA was used may use it.
+void check_early_forks() {
+  const pid_t child = fork();
+  if (child == 0) {
+    fake_torch::set_device(0);
+    expect_right_results(0, nullptr, kQueued);
+    std::fflush(stdout);
+    _exit(failed);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  expect(status == 0, "a child");
+}
+
 struct Check {
   const char* name;
   void (*run)();
@@ -657,12 +819,20 @@ const Check kChecks[] = {
     {"sparse backward", check_sparse_backward},
     {"two devices", check_two_devices},
     {"synchronous mode", check_synchronous_mode},
+    {"other devices", check_other_devices},
+    {"streams of others", check_streams_of_others},
     {"replays", check_replays},
     {"first use in a capture", check_first_use_in_a_capture},
     {"captures raise nothing", check_that_captures_raise_nothing},
+    {"beside a capture", check_beside_a_capture},
+    {"beside a blocking stream", check_beside_a_capture_of_a_blocking_stream},
+    {"kept memory", check_kept_memory},
+    {"old driver", check_old_driver},
     {"launch failure", check_launch_failure},
     {"lost device", check_lost_device},
     {"threads", check_threads},
+    {"forked children", check_forked_children},
+    {"early forks", check_early_forks},
     {"failures", check_failures},
 };
 
