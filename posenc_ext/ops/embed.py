@@ -50,7 +50,8 @@ def run(call: EmbedArguments, general: dict[str, Any] | None = None) -> Tensor:
         or type(input) is not Tensor
         or (positions is not None and type(positions) is not Tensor)
     ):
-        return _run_traced(EmbedCall(*call), general)
+        # Without EmbedCall's own __new__, which a compiled program would guard.
+        return _run_traced(tuple.__new__(EmbedCall, call), general)
     if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
         return compose.embed(EmbedCall(*call), **(general or {}))
     if general is not None:
