@@ -168,7 +168,7 @@ int main(int argc, char** argv) {
   }
   checks::check_forward(options);
   checks::check_backward(options);
-  checks::check_positions(options);
+  checks::check_counted_positions(options);
   checks::end_group();
   std::printf("%lld checks, %d failed\n", static_cast<long long>(checks::run_checks()), checks::failed_checks());
   return checks::failed_checks() == 0 && checks::run_checks() > 0 ? 0 : 1;

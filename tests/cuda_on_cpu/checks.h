@@ -23,7 +23,7 @@ struct Options {
 
 void check_forward(const Options& options);
 void check_backward(const Options& options);
-void check_positions(const Options& options);
+void check_counted_positions(const Options& options);
 
 // The numbers that describe a case, with their names.
 std::string text_of(std::span<const std::pair<const char*, int64_t>> numbers);

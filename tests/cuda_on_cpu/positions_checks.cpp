@@ -151,7 +151,7 @@ void check_sequence_starts(const Options&) {
 
 }  // namespace
 
-void check_positions(const Options& options) {
+void check_counted_positions(const Options& options) {
   if (begin_group(options, "positions: padding")) check_padding(options);
   if (begin_group(options, "positions: sequence ids")) check_sequence_ids(options);
   if (begin_group(options, "positions: sequence starts")) check_sequence_starts(options);
