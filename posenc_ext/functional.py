@@ -43,7 +43,7 @@ from posenc_ext.ops.call import (
     with_running_index,
 )
 from posenc_ext.ops.embed import run as run_embed
-from posenc_ext.ops.tracing import PLAIN, decomposed, is_traced
+from posenc_ext.ops.tracing import PLAIN, decomposed, in_onnx_export, is_traced
 from posenc_ext.plain import is_dtensor
 
 _ops = torch.ops.posenc_ext
@@ -599,6 +599,11 @@ def _embed_in_place(
     if max_norm is not None:
         if not max_norm > 0:
             raise ValueError(f"posenc_ext::embed: max_norm must be positive, got {max_norm}")
+        if in_onnx_export():
+            raise NotImplementedError(
+                "posenc_ext::embed: max_norm must be None in an export to ONNX, which scales no rows in place, "
+                f"got {max_norm}"
+            )
         # Whatever the call would refuse must be refused before the rows are scaled.
         _ops.check_embed(weight, input, positions, offset, base, flags, out)
         with torch.no_grad():
@@ -656,6 +661,11 @@ def _check_out(op: str, out: Tensor, name: str, given: Tensor | None, general: d
     if _grad_enabled() or forward_ad._current_level >= 0:
         _check_history(op, {name: given, "encoding_scale": scale, "out": out})
     if _is_compiling():
+        if in_onnx_export():
+            raise NotImplementedError(
+                f"posenc_ext::{op}: out must be None in an export to ONNX, which writes nothing in place, got shape "
+                f"{list(out.shape)}"
+            )
         return
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(

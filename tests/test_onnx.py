@@ -6,6 +6,7 @@ Skipped without the packages that it takes: `pip install '.[onnx]'` brings them.
 from __future__ import annotations
 
 import io
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,22 @@ def test_a_program_that_was_exported_before(tmp_path):
     program = torch.export.export(module, example, dynamic_shapes=dynamic_shapes(module, example))
     program = program.run_decompositions(posenc_ext.decompositions())
     assert_runs_alike(torch.onnx.export(program, dynamo=True, verbose=False), module, (ids,), tmp_path)
+
+
+@make.each(
+    "module, said",
+    [
+        (lambda: make.layer(max_norm=1.0), "posenc_ext::embed: max_norm must be None in an export to ONNX"),
+        (
+            lambda: Call(lambda i: embed(i, W.detach(), out=torch.empty(*i.shape, D))),
+            "posenc_ext::embed: out must be None in an export to ONNX",
+        ),
+    ],
+)
+def test_what_onnx_cannot_do_is_refused_by_name(module, said):
+    with pytest.raises(Exception, match="Failed to export") as caught:
+        torch.onnx.export(module(), (ids((2, 5)),), dynamo=True, verbose=False)
+    assert said in "".join(traceback.format_exception(caught.value))
 
 
 def test_importing_the_package_is_all_it_takes(tmp_path):

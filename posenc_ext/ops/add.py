@@ -115,7 +115,7 @@ def _run_general(
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        return _add_fwd(*args)
+        return _add_now(*args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -50,7 +50,8 @@ def run(call: EmbedArguments, general: dict[str, Any] | None = None) -> Tensor:
         or type(input) is not Tensor
         or (positions is not None and type(positions) is not Tensor)
     ):
-        return _run_traced(EmbedCall(*call), general)
+        # Without EmbedCall's own __new__, which a compiled program would guard.
+        return _run_traced(tuple.__new__(EmbedCall, call), general)
     if transforms_active() or forward_ad._current_level >= 0:  # compose.needed(), without a call
         return compose.embed(EmbedCall(*call), **(general or {}))
     if general is not None:
@@ -98,12 +99,12 @@ def _save(ctx: Any, call: EmbedCall) -> None:
 class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        result = _embed_fwd(*args[:_FORWARD])
-        call = EmbedCall(*args)
-        ctx.save_for_backward(call.input)
-        _save(ctx, call)
-        ctx.leaf = weakref.ref(call.weight) if call.sparse and call.weight.is_leaf else None
-        return result
+        weight, input, _, _, token_scale, _, _, padding_idx, scale_grad_by_freq, sparse = args
+        ctx.save_for_backward(input)
+        ctx.gradient_options = (weight.shape[0], token_scale, padding_idx, scale_grad_by_freq)
+        ctx.sparse = sparse
+        ctx.leaf = weakref.ref(weight) if sparse and weight.is_leaf else None
+        return _embed_now(*args[:_FORWARD])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

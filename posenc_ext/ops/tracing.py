@@ -22,6 +22,15 @@ def is_traced(tensor: Tensor) -> bool:
     return bool(dynamo_compiling() or dispatch_modes() or jit_tracing() or type(tensor) not in PLAIN)
 
 
+def in_onnx_export() -> bool:
+    """Whether `torch.onnx.export` is at work; also where Dynamo traces for it, which takes torch's own for False."""
+    return torch.onnx.is_in_onnx_export()
+
+
+# As torch.compiler.assume_constant_result, see plain.py.
+in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def decomposed(op: Any) -> Any:
     """The op, or the same in ATen where a graph must not hold an op of ours, since ONNX has none like it."""
     if not torch.onnx.is_in_onnx_export():
