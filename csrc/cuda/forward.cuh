@@ -426,8 +426,9 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
 
 // ---- dropout, padding, a scale of the encoding
 
+// In fp64, 128 registers are too few for it.
 template <class T, Source source, Arrangement arrangement>
-__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
+__global__ void __launch_bounds__(kForwardThreads, sizeof(T) == 8 ? 1 : kForwardBlocks)
     forward_general(const ForwardParams params, const ForwardLaunch launch) {
   using Thread = VectorColumns<T, source, arrangement, Mode::shared>;
   using acc_t = acc_of<T>;

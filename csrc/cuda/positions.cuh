@@ -8,7 +8,7 @@
 namespace posenc::cuda {
 
 constexpr int kScanThreads = 256;
-constexpr int kScanItems = 8;  // consecutive tokens of a thread in each tile
+constexpr int kScanItems = 4;  // consecutive tokens of a thread in each tile; 8 spill on 8.0
 
 template <class Row>
 __global__ void scan_rows(const typename Row::Params params);
