@@ -139,6 +139,13 @@ bool is_null(const Stream* stream) {
   return std::any_of(null_streams.begin(), null_streams.end(), [&](auto& entry) { return entry.second == stream; });
 }
 
+// Whether the legacy stream cannot be used, since a blocking stream of its device is under capture.
+bool is_beside_a_capture(const Stream* null_stream) {
+  return is_null(null_stream) && std::any_of(streams.begin(), streams.end(), [&](const auto& entry) {
+           return entry.first->capture && entry.first->blocking && entry.first->device == null_stream->device;
+         });
+}
+
 // ---- doing work
 
 void drain(Stream* stream, uint64_t until = UINT64_MAX) {
@@ -522,6 +529,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Stream* const stream = find(handle);
   if (!stream) return result(cudaErrorInvalidResourceHandle);
   if (stream->capture) return invalidate([&](const Stream& other) { return &other == stream; });
+  if (is_beside_a_capture(stream))
+    return invalidate([&](const Stream& other) { return other.blocking && other.device == stream->device; });
   if (const cudaError_t error = unsafe(); error != cudaSuccess) return error;
   return drain(stream), cudaSuccess;
 }
@@ -587,6 +596,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* 
   FAKE_CUDA_CALL("cudaStreamIsCapturing");
   Stream* const stream = find(handle);
   if (!stream) return result(cudaErrorInvalidResourceHandle);
+  if (is_beside_a_capture(stream)) return result(cudaErrorStreamCaptureImplicit);  // which leaves the capture alone
   *status = !stream->capture         ? cudaStreamCaptureStatusNone
             : stream->capture->valid ? cudaStreamCaptureStatusActive
                                      : cudaStreamCaptureStatusInvalidated;
