@@ -96,7 +96,8 @@ T atomic_compare_and_swap(uint64_t address, T expected, T value) {
 void fence() { cuda_on_cpu::fence(); }
 void barrier(int line) { cuda_on_cpu::barrier(line); }
 uint32_t active_mask(int line) { return cuda_on_cpu::active_mask(line); }
-uint32_t shuffle(uint32_t mask, uint32_t word, uint32_t lane, int line) {
+uint32_t shuffle(uint32_t mask, uint32_t word, uint32_t lane, uint32_t clamp, int line) {
+  if (clamp != 31) fail("only shuffles within the whole warp are modelled", line);
   return static_cast<uint32_t>(cuda_on_cpu::shuffle(mask, word, lane, line));
 }
 

@@ -55,7 +55,7 @@ T atomic_compare_and_swap(uint64_t address, T expected, T value);
 void fence();
 void barrier(int line);
 uint32_t active_mask(int line);
-uint32_t shuffle(uint32_t mask, uint32_t word, uint32_t lane, int line);
+uint32_t shuffle(uint32_t mask, uint32_t word, uint32_t lane, uint32_t clamp, int line);
 float from_f16(uint16_t bits);
 float from_bf16(uint16_t bits);
 uint16_t to_f16(float value);

@@ -853,9 +853,7 @@ def shfl(k: KernelTranslator, ins: Instruction) -> str:
     ins.need("idx")
     kind = ins.type("b32")
     to, a, lane, clamp, mask = ins.expect(5)
-    if int(clamp, 0) != 31:
-        raise k.error("only shuffles within the whole warp are modelled")
-    arguments = ", ".join(k.value(operand, kind) for operand in (mask, a, lane))
+    arguments = ", ".join(k.value(operand, kind) for operand in (mask, a, lane, clamp))
     register, *valid = to.split("|")
     said = k.put(valid[0], "true", "pred") if valid else ""  # a lane outside of the mask stops the program
     return f"{k.put(register, f'ptx::shuffle({arguments}, {ins.line})', kind)} {said}"
