@@ -220,7 +220,7 @@ UNKNOWN = {
     "part of a block at a barrier": "bar.sync 0, 64;",
     "directive": ".weird 1;",
     "dynamic shared memory": ".extern .shared .align 4 .b8 memory[];",
-    "active lanes": "activemask.b32 %r1;",
+    "votes": "vote.sync.ballot.b32 %r1, %p1, -1;",
     "state space": "ld.const.u32 %r1, [%rd1];",
 }
 

@@ -379,7 +379,7 @@ void check_several_blocks(const Options& options) {
   for (const Dtype dtype : dtypes(options))
     for (const bool one_hot : {false, true})
       for (const int64_t width : {33, 72}) {
-        BackwardCase what{dtype, one_hot ? "one hot" : "uniform", 330};
+        BackwardCase what{dtype, one_hot ? "one hot" : "uniform", 2700};
         what.rows = 20;
         what.width = width;
         what.grad_shift = 1;

@@ -236,8 +236,21 @@ CUDA_ON_CPU_UNSEEN inline uint64_t seed() {
   static const uint64_t value = given ? std::strtoull(given, nullptr, 10) : 0;
   return value;
 }
-CUDA_ON_CPU_UNSEEN inline std::mt19937_64& random_source() {
-  static std::mt19937_64 source(seed());
+// splitmix64, and not one of the standard library's, whose code TSan would see in every thread.
+struct RandomSource {
+  using result_type = uint64_t;
+  uint64_t state;
+  static constexpr uint64_t min() { return 0; }
+  static constexpr uint64_t max() { return UINT64_MAX; }
+  CUDA_ON_CPU_UNSEEN uint64_t operator()() {
+    uint64_t z = state += 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+  }
+};
+CUDA_ON_CPU_UNSEEN inline RandomSource& random_source() {
+  static RandomSource source{seed()};
   return source;
 }
 
