@@ -221,8 +221,6 @@ SHAPES = [
            "if (outer >= length(!kAlongSeq)) inner = length(kAlongSeq);", "", "asan", "forward: kernels", OVERFLOW),
     kernel("one encoding for all tokens in flight", FORWARD, "forward_kernels_bfloat16", "walk.t(i) != made_for",
            "made_for < 0", "plain", "forward: tokens"),
-    kernel("only the first token in flight may be out of range", FORWARD, "forward_kernels_float16",
-           "slow |= !token.in_range;", "slow |= i == 0 && !token.in_range;", "plain", "forward: out of range"),
     kernel("the ids of the first round for every round", FORWARD, "forward_kernels_bfloat16",
            "ask_for_ids(); Token<float> token;", "Token<float> token;", "plain", "forward: tokens"),
     kernel("tokens of other shards are +0", FORWARD, "forward_kernels_float32", "token.scale = -0.0f;",
