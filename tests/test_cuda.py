@@ -718,9 +718,35 @@ def test_counted_positions(device, shape, dtype):
     assert_same_bits(got.cpu(), want, "starts")
 
 
+@make.each_dtype
+def test_dropout_padding_scale_and_offsets(device, dtype):
+    """The CPU's bits, with the same seed: where whole vectors fit, and where they do not."""
+    seed, ids = torch.tensor(123456789), make.ids((5, 40))
+    for width in (64, 37):
+        weight = make.table(width=width, dtype=dtype)
+        scale = torch.tensor(0.3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        for code in range(4):
+            options = {"dropout_p": 0.3, "at_padding": code, "padding_idx": 2, "offset": 7}
+            given = (None, None, None, seed, scale)
+            want = ops.embed_general(weight, ids, *given, **options)
+            moved = [None if value is None else value.to(device) for value in given]
+            got = ops.embed_general(weight.to(device), ids.to(device), *moved, **options)
+            assert_same_bits(got.cpu(), want, f"width {width}, at_padding {code}")
+        offset, x = torch.tensor([3, 0, 9, 1, 2]), make.x((5, 40, width), dtype=dtype)
+        want = functional.add_positional_encoding(x, offset=offset, encoding_scale=0.5)
+        got = functional.add_positional_encoding(x.to(device), offset=offset.to(device), encoding_scale=0.5)
+        assert_same_bits(got.cpu(), want, f"offsets, width {width}")
+
+
 def test_functional_is_what_was_tested():
     """Every public function is called above, but for those that reach no kernel."""
     tested = {"add_positional_encoding", "embed", "positional_encoding", "scaled_embedding"}
     tested |= {"positions_from_cu_seqlens", "positions_from_padding", "positions_from_sequence_ids"}
-    of_the_host = {"angular_frequencies", "broadcast_positions", "check_integer", "resolve_offset"}
+    of_the_host = {
+        "angular_frequencies",
+        "broadcast_positions",
+        "check_integer",
+        "resolve_offset",
+        "with_running_index",
+    }
     assert set(functional.__all__) == tested | of_the_host
