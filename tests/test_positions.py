@@ -135,6 +135,7 @@ def test_threads_do_not_matter():
 # ---- what other projects compute -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @make.each("cache", [0, 3, "tensor"])
 def test_m2m100_and_roberta(cache):
     m2m100 = pytest.importorskip("transformers.models.m2m_100.modeling_m2m_100").M2M100SinusoidalPositionalEmbedding
@@ -145,6 +146,7 @@ def test_m2m100_and_roberta(cache):
         assert_same_bits(got, theirs.create_position_ids_from_input_ids(IDS, PAD, length))
 
 
+@pytest.mark.slow
 def test_fsmt():
     """It adds the length of the cache at pads too."""
     fsmt = pytest.importorskip("transformers.models.fsmt.modeling_fsmt").SinusoidalPositionalEmbedding
@@ -152,6 +154,7 @@ def test_fsmt():
     assert_same_bits(got + 5, fsmt.make_positions(IDS, PAD) + 5)
 
 
+@pytest.mark.slow
 def test_opt():
     opt = pytest.importorskip("transformers.models.opt.modeling_opt").OPTLearnedPositionalEmbedding
     mask = (IDS != PAD).long()
@@ -160,6 +163,7 @@ def test_opt():
     assert_same_bits(table.weight[got], table(mask))
 
 
+@pytest.mark.slow
 def test_decoders():
     """What transformers' generate makes of an attention mask, for GPT-2 and all others that take position_ids."""
     generation = pytest.importorskip("transformers.generation.utils").GenerationMixin
@@ -172,6 +176,7 @@ def test_decoders():
     assert_same_bits(positions_from_padding(mask, 0), (mask.cumsum(-1) - 1) * mask)
 
 
+@pytest.mark.slow
 def test_packed_rows_of_transformers():
     """Its masks find the sequences of a packed row where positions start anew."""
     masks = pytest.importorskip("transformers.masking_utils")
@@ -545,6 +550,7 @@ def test_vmap(function, arguments, target):
         assert_same_bits(row, function(*each))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @each_call()
 def test_onnx(function, arguments, target):
