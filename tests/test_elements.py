@@ -275,6 +275,29 @@ def test_exported_programs_hold_torchs_dropout():
     assert "aten.dropout" in str(program.graph) or "aten.bernoulli" in str(program.graph)
 
 
+def test_dtensors_use_torchs_dropout(tmp_path):
+    """Which keeps ranks alike. A scale in a tensor is refused by name."""
+    code = """
+import torch, torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from posenc_ext.functional import embed
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+weight = distribute_tensor(torch.randn(11, 8), init_device_mesh("cpu", (1,)), [Shard(1)])
+ids, torch_dropout = torch.randint(0, 11, (3, 7)), torch.nn.functional.dropout
+calls = []
+torch.nn.functional.dropout = lambda y, p: calls.append(p) or torch_dropout(y, p)
+y = embed(ids, weight, dropout_p=0.5, encoding_scale=0.5)
+plain = embed(ids, weight, encoding_scale=0.5).to_local()
+kept = y.to_local() != 0
+assert calls == [0.5] and torch.equal(y.to_local(), torch.where(kept, 2 * plain, 0.0)) and 0 < kept.sum() < 168
+try:
+    embed(ids, weight, encoding_scale=torch.tensor(2.0))
+except ValueError as error:
+    print(error)
+"""
+    assert "encoding_scale cannot be combined with a DTensor" in helpers.run_code(code, tmp_path)
+
+
 def test_nested_rows():
     rows = [make.ids(n) for n in (3, 0, 5)]
     weight, input = make.table(), torch.nested.nested_tensor(rows, layout=torch.jagged)
