@@ -36,6 +36,7 @@ struct EmbedArgs {
   const Tensor* encoding_scale_tensor = nullptr;
   double dropout_p = 0;
   const Tensor* seed = nullptr;
+  const Tensor* position_table = nullptr;
 };
 
 const Tensor* given(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
@@ -104,6 +105,43 @@ void set_general(ForwardParams& params, const EmbedArgs& args, const Tensor& lik
   params.dropout.factor = kept == 0 ? 0 : 65536 / kept;
 }
 
+// The table, whose columns are then contiguous.
+Tensor set_position_table(ForwardParams& params, const EmbedArgs& args, const Tensor& like, const char* like_name,
+                          int64_t width) {
+  const char* op = args.op;
+  Tensor table = *args.position_table;
+  check_defined(table, op, "position_table");
+  POSENC_CHECK(!args.spec.encoded, op, "flags must say that there are no sinusoids where position_table is given");
+  POSENC_CHECK(table.scalar_type() == like.scalar_type(), op, "position_table must have the dtype of ", like_name, " (",
+               text(like.scalar_type()), "), got ", text(table.scalar_type()));
+  check_same_device(table, "position_table", like, like_name, op);
+  POSENC_CHECK(table.dim() == 2 && table.size(1) == width, op, "position_table must have shape [max_len, ", width,
+               "], got ", text(table.sizes()));
+  check_storage(table, op, "position_table");
+  // A sum of offset, index and position that wraps at 64 bits then never gets to a row.
+  constexpr int64_t kFar = int64_t{1} << 62;
+  POSENC_CHECK(-kFar < args.offset && args.offset < kFar, op,
+               "offset must lie between -2**62 and 2**62 where position_table is given, got ", args.offset);
+  if (column_stride(table) != 1) table = contiguous_copy(table);
+  params.encoding.table = {table.const_data_ptr(), table.size(0), table.stride(0)};
+  return table;
+}
+
+// On a GPU the kernels check the range. A table without rows may have no memory, so it is refused here.
+void check_positions_in_table(const ForwardParams& params, IntHeaderOnlyArrayRef token_sizes, bool on_cpu,
+                              const char* op) {
+  const int64_t rows = params.encoding.table.rows, count = params.tokens.count();
+  if (count == 0) return;
+  const auto refuse = [&](const auto&... got) {
+    throw std::out_of_range(
+        message(op, "positions must lie in [0, ", rows, "), the rows of position_table, got ", got...));
+  };
+  if (rows == 0) refuse(count, " positions");
+  if (!on_cpu) return;
+  const cpu::TokenPosition found = cpu::find_position_without_row(params);
+  if (found.number >= 0) refuse(found.position, " at token", index_text(token_sizes, found.number));
+}
+
 // Checks everything before anything is written. Returns `out` or a new tensor; nothing where it only checks.
 std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   const char* op = args.op;
@@ -163,6 +201,12 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
                  "offset ", args.offset, " + length ", params.tokens.seq, " exceeds the int64 range");
   }
 
+  std::optional<Tensor> position_table;
+  if (args.position_table) {
+    position_table = set_position_table(params, args, like, like_name, width);
+    check_positions_in_table(params, token_sizes, like.is_cpu(), op);
+  }
+
   std::vector<int64_t> sizes;
   sizes.reserve(axes + 1);
   sizes.assign(token_sizes.begin(), token_sizes.end());
@@ -177,6 +221,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     if (!in_place) check_disjoint(*args.out, like, args.x ? "x (unless it is x)" : like_name, op);
     if (args.input) check_disjoint(*args.out, *args.input, "input", op);
     if (args.positions) check_disjoint(*args.out, *args.positions, "positions", op);
+    if (args.position_table) check_disjoint(*args.out, *args.position_table, "position_table", op);
     if (args.seed) check_disjoint(*args.out, *args.seed, "seed", op);
     if (args.encoding_scale_tensor) check_disjoint(*args.out, *args.encoding_scale_tensor, "encoding_scale_tensor", op);
   }
@@ -205,7 +250,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   if (only_check) {
     if (like.is_cpu()) return std::nullopt;
     const CudaCall call(cuda::Op::check, like);
-    cuda::check_bounds(params.ids, params.tokens.count(), params.rows, call->launch());
+    cuda::check_bounds(params, call->launch());
     call->finish_and_wait();
     return std::nullopt;
   }
@@ -230,7 +275,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     write_blocks(table->view(), [&] { cpu::forward(params, torch_parallel_for); });
     return result;
   }
-  CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
+  CudaCall call(args.weight ? cuda::Op::embed : args.position_table ? cuda::Op::add : cuda::Op::other, like);
   write_blocks(call.frequencies(*table), [&] { cuda::forward(params, call->launch()); });
   call->finish();
   return result;
@@ -255,8 +300,10 @@ void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int
 // All the checks of embed_out (or of embed), for callers that must write somewhere before it. On a GPU it waits until
 // the ids have been looked at.
 void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double base,
-                 int64_t flags, std::optional<Tensor> out) {
-  run({"embed", {base, flags, "embed"}, given(positions), offset, given(out), &weight, &input}, true);
+                 int64_t flags, std::optional<Tensor> out, std::optional<Tensor> position_table) {
+  EmbedArgs args{"embed", {base, flags, "embed"}, given(positions), offset, given(out), &weight, &input};
+  args.position_table = given(position_table);
+  run(args, true);
 }
 
 EmbedArgs general_args(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions,
@@ -270,7 +317,6 @@ EmbedArgs general_args(const Tensor& weight, const Tensor& input, const std::opt
     POSENC_CHECK(!given, op, argument, " is not supported yet");
   };
   refuse("frequencies", frequencies.has_value());
-  refuse("position_table", position_table.has_value());
   POSENC_CHECK(!sparse || total_rows < 0, op, "sparse is not supported for a shard (total_rows ", total_rows, ")");
   return {.op = op,
           .spec = {base, flags, op},
@@ -288,7 +334,8 @@ EmbedArgs general_args(const Tensor& weight, const Tensor& input, const std::opt
           .encoding_scale = encoding_scale,
           .encoding_scale_tensor = given(encoding_scale_tensor),
           .dropout_p = dropout_p,
-          .seed = given(seed)};
+          .seed = given(seed),
+          .position_table = given(position_table)};
 }
 
 Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, std::optional<Tensor> frequencies,
@@ -325,8 +372,9 @@ void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int6
 }
 
 EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, const std::optional<Tensor>& seed,
-                   const std::optional<Tensor>& encoding_scale_tensor, int64_t offset, double base, int64_t flags,
-                   double token_scale, double encoding_scale, double dropout_p) {
+                   const std::optional<Tensor>& encoding_scale_tensor, const std::optional<Tensor>& position_table,
+                   int64_t offset, double base, int64_t flags, double token_scale, double encoding_scale,
+                   double dropout_p) {
   const char* op = "add_general";
   return {.op = op,
           .spec = {base, flags, op},
@@ -337,24 +385,27 @@ EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, cons
           .encoding_scale = encoding_scale,
           .encoding_scale_tensor = given(encoding_scale_tensor),
           .dropout_p = dropout_p,
-          .seed = given(seed)};
+          .seed = given(seed),
+          .position_table = given(position_table)};
 }
 
 Tensor add_general(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
-                   std::optional<Tensor> encoding_scale_tensor, int64_t offset, double base, int64_t flags,
-                   double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
-  EmbedArgs args =
-      add_args(x, positions, seed, encoding_scale_tensor, offset, base, flags, token_scale, encoding_scale, dropout_p);
+                   std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> position_table, int64_t offset,
+                   double base, int64_t flags, double token_scale, int64_t first_column, int64_t d_model,
+                   double encoding_scale, double dropout_p) {
+  EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, position_table, offset, base, flags, token_scale,
+                            encoding_scale, dropout_p);
   args.first_column = first_column;
   args.d_model = d_model;
   return *run(args);
 }
 
 void add_general_out(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
-                     std::optional<Tensor> encoding_scale_tensor, int64_t offset, double base, int64_t flags,
-                     double token_scale, double encoding_scale, double dropout_p, Tensor out) {
-  EmbedArgs args =
-      add_args(x, positions, seed, encoding_scale_tensor, offset, base, flags, token_scale, encoding_scale, dropout_p);
+                     std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> position_table, int64_t offset,
+                     double base, int64_t flags, double token_scale, double encoding_scale, double dropout_p,
+                     Tensor out) {
+  EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, position_table, offset, base, flags, token_scale,
+                            encoding_scale, dropout_p);
   args.out = &out;
   run(args);
 }

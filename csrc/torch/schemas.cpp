@@ -6,6 +6,8 @@
 // names.
 //   positions   None for the running index, or an integer tensor of the shape of the tokens
 //   offset      added to either
+//   position_table
+//               in place of the sinusoids, which flags must say are not there: position p has row p
 //   first_row, total_rows, first_column, d_model
 //               weight (or x) is a shard: these rows and columns of a whole of that many; -1: it is the whole
 // Ops named *_fwd and *_bwd are raw. The public names carry autograd formulas (posenc_ext/ops).
@@ -42,8 +44,8 @@ const bool defined = [] {
          "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, float base, int flags, "
          "Tensor(a!) out) -> ()");
   define("check_embed",
-         "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? out=None) "
-         "-> ()");
+         "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? out=None, "
+         "Tensor? position_table=None) -> ()");
   // Tensors are not keyword-only, since torch cannot differentiate those. 1052672: the flags of "vaswani".
   const std::string embed_general =
       "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
@@ -67,8 +69,9 @@ const bool defined = [] {
   define("add_positional_encoding_out",
          "(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
   const std::string add_general =
-      "(Tensor x, Tensor? positions=None, Tensor? seed=None, Tensor? encoding_scale_tensor=None, *, SymInt offset=0, "
-      "float base=10000.0, int flags=1052672, float token_scale=1.0, ";
+      "(Tensor x, Tensor? positions=None, Tensor? seed=None, Tensor? encoding_scale_tensor=None, "
+      "Tensor? position_table=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float "
+      "token_scale=1.0, ";
   define("add_general", add_general +
                             "SymInt first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0) "
                             "-> Tensor");

@@ -29,6 +29,7 @@ def embed(
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
     at_padding: int = 0,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     """As `ops.embed.run`; the other arguments as in the op `embed_general`."""
     weight, input = call.weight, call.input
@@ -46,12 +47,11 @@ def embed(
     wide = _wide(weight.dtype)
     scaled = rows.to(wide) * call.token_scale
     spec = Spec(call.base, call.flags)
-    if spec != NO_ENCODING:
-        whole = weight.shape[1] if d_model < 0 else d_model
-        encoding = _encoding(input.shape, whole, call.positions, call.offset, spec, wide, weight.device)
-        encoding = _scaled(
-            encoding[..., first_column : first_column + weight.shape[1]], encoding_scale, encoding_scale_tensor
+    if spec != NO_ENCODING or position_table is not None:
+        encoding = columns_of_encoding(
+            rows, call.positions, call.offset, spec, wide, first_column, d_model, position_table
         )
+        encoding = _scaled(encoding, encoding_scale, encoding_scale_tensor)
         if at_padding != AT_PADDING["embed"]:
             padding = (input == call.padding_idx).unsqueeze(-1)
             if at_padding != AT_PADDING["no_encoding"]:
@@ -90,12 +90,12 @@ def add(
     d_model: int = -1,
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     """As `ops.add.run`."""
-    wide, width = _wide(x.dtype), x.shape[-1]
-    whole = width if d_model < 0 else d_model
-    encoding = _encoding(x.shape[:-1], whole, positions, offset, spec, wide, x.device)
-    encoding = _scaled(encoding[..., first_column : first_column + width], encoding_scale, encoding_scale_tensor)
+    wide = _wide(x.dtype)
+    encoding = columns_of_encoding(x, positions, offset, spec, wide, first_column, d_model, position_table)
+    encoding = _scaled(encoding, encoding_scale, encoding_scale_tensor)
     return (x.to(wide) * token_scale + encoding).to(x.dtype)
 
 
@@ -109,6 +109,43 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def columns_of_encoding(
+    like: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    spec: Spec,
+    dtype: torch.dtype,
+    first_column: int,
+    d_model: int,
+    position_table: Tensor | None,
+) -> Tensor:
+    """The encoding of a batch of tokens, broadcastable to `like`; where that is a shard of columns, so is a table."""
+    token_shape, width = like.shape[:-1], like.shape[-1]
+    if position_table is not None:
+        rows = positions_in_table(token_shape, positions, offset, spec.flags, like.device)
+        return torch.nn.functional.embedding(rows, position_table).to(dtype)
+    whole = width if d_model < 0 else d_model
+    encoding = _encoding(token_shape, whole, positions, offset, spec, dtype, like.device)
+    return encoding[..., first_column : first_column + width]
+
+
+def positions_in_table(
+    token_shape: torch.Size, positions: Tensor | None, offset: int, flags: int, device: torch.device
+) -> Tensor:
+    """The positions of a batch of tokens, int64, broadcastable to it."""
+    return _positions(token_shape, positions, flags, device).long() + offset
+
+
+def _positions(token_shape: torch.Size, positions: Tensor | None, flags: int, device: torch.device) -> Tensor:
+    """Those of `positions_in_table` without the offset."""
+    batch_first, rank = not flags & SEQUENCE_FIRST, len(token_shape)
+    if positions is not None:
+        return with_running_index(positions, batch_first) if flags & OFFSETS else positions
+    length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
+    index = torch.arange(length, device=device)
+    return index.reshape([length] + [1] * (0 if batch_first else rank - 1)) if rank else index[0]
+
+
 def _encoding(
     token_shape: torch.Size,
     d_model: int,
@@ -119,12 +156,8 @@ def _encoding(
     device: torch.device,
 ) -> Tensor:
     """The encoding of a batch of tokens, broadcastable to it."""
-    batch_first, rank = not spec.flags & SEQUENCE_FIRST, len(token_shape)
-    if positions is not None and spec.flags & OFFSETS:
-        positions, spec = with_running_index(positions, batch_first), Spec(spec.base, spec.flags & ~OFFSETS)
-    if positions is None:
-        length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
-        positions = torch.arange(length, device=device)
-        positions = positions.reshape([length] + [1] * (0 if batch_first else rank - 1)) if rank else positions[0]
-    result: Tensor = torch.ops.posenc_ext.positional_encoding.default(positions, d_model, offset, *spec, dtype)
+    positions, flags = _positions(token_shape, positions, spec.flags, device), spec.flags & ~OFFSETS
+    result: Tensor = torch.ops.posenc_ext.positional_encoding.default(
+        positions, d_model, offset, spec.base, flags, dtype
+    )
     return result
