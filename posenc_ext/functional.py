@@ -3,8 +3,10 @@
 Positions. Without `positions` a token's position is its index along the sequence axis, from the convention's first
 position; the sequence axis is the last token axis (batch-first) or the first one (`batch_first=False`). `offset` is
 added to every position: the length of the cache, in a decoder. It is an int or an integer tensor, 0-d or one number for
-each row of the batch. `positions` gives them explicitly: integers, broadcastable to the token axes, or 1-D along the
-sequence axis; negative ones are welcome, sin(-p) = -sin(p) and cos(-p) = cos(p) exactly.
+each row of the batch. `positions` gives them explicitly, broadcastable to the token axes, or 1-D along the sequence
+axis: int64 or int32, or float32 or float64 for times, coordinates and interpolated positions, which may be trained.
+Negative ones are welcome, sin(-p) = -sin(p) and cos(-p) = cos(p) exactly. A floating one is right to 2^-64, and its
+encoding NaN where it is not finite or not below 2^63.
 
 A DTensor as weight or as activations gives a DTensor, with the bits of one process: see `posenc_ext.ops.shard`.
 
@@ -37,6 +39,7 @@ from posenc_ext.conventions import (
 )
 from posenc_ext.ops import compose as _compose
 from posenc_ext.ops import elements as _elements
+from posenc_ext.ops import encode as _encode
 from posenc_ext.ops import positions as _positions
 from posenc_ext.ops import shard as _shard
 from posenc_ext.ops.add import run as run_add
@@ -52,7 +55,7 @@ from posenc_ext.ops.call import (
     with_running_index,
 )
 from posenc_ext.ops.embed import run as run_embed
-from posenc_ext.ops.tracing import PLAIN, decomposed, in_onnx_export, is_traced
+from posenc_ext.ops.tracing import PLAIN, in_onnx_export
 from posenc_ext.plain import is_dtensor
 
 _ops = torch.ops.posenc_ext
@@ -87,6 +90,7 @@ def embed(
     token_scale: float | None = None,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
+    frequencies: Tensor | None = None,
     encoding_scale: float | Tensor = 1.0,
     position_table: Tensor | None = None,
     at_padding: str = "embed",
@@ -111,6 +115,9 @@ def embed(
         token_scale: factor of the looked-up row; None for sqrt(d_model). Never rounded to the dtype of `weight`.
         convention: name of a convention or a `Convention`.
         precision: `"reference"` or `"exact"`; None for the convention's own.
+        frequencies: w_k of each pair of columns in radians per position, fastest first or in any order, float32 or
+            float64 [pairs], in place of the convention's base and divisor; its layout still says which column holds
+            which. May be trained. With the fp32 frequencies of a project's own table, `"reference"` gives that table.
         encoding_scale: factor of the encoding, a number or a tensor that holds one and may be trained.
         position_table: a learned table [max_len, d_model] of the dtype of `weight`, in place of the sinusoids: a token
             at position p gets its row p (GPT-2, BERT). Positions count from 0 and must lie in [0, max_len).
@@ -142,7 +149,7 @@ def embed(
         chosen = convention if type(convention) is Convention else resolve(convention)
         base, flags = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
         if position_table is not None:
-            base, flags = _spec_of_table("embed", weight, position_table, chosen, precision, batch_first)
+            base, flags = _spec_of_table("embed", weight, position_table, chosen, precision, frequencies, batch_first)
         if type(offset) is not int:
             offset, positions, offsets = resolve_offset(
                 offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
@@ -171,8 +178,12 @@ def embed(
             or position_table is not None
             or type(encoding_scale) is not float
             or encoding_scale != 1
+            or frequencies is not None
+            or (positions is not None and positions.is_floating_point())
         ):
-            general = _elements.arguments("embed", weight, encoding_scale, dropout_p, position_table)
+            general = _elements.arguments(
+                "embed", weight, encoding_scale, dropout_p, positions, frequencies, position_table
+            )
             if at_padding != "embed":
                 general = {**(general or {}), "at_padding": _at_padding(at_padding, padding_idx)}
         if max_norm is None and out is None:
@@ -180,7 +191,14 @@ def embed(
         return _embed_in_place(call, max_norm, norm_type, out, general)
     except Exception:
         _explain(
-            "embed", offset, input=input, weight=weight, positions=positions, position_table=position_table, out=out
+            "embed",
+            offset,
+            input=input,
+            weight=weight,
+            positions=positions,
+            frequencies=frequencies,
+            position_table=position_table,
+            out=out,
         )
         raise
 
@@ -228,6 +246,7 @@ def add_positional_encoding(
     token_scale: float = 1.0,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
+    frequencies: Tensor | None = None,
     encoding_scale: float | Tensor = 1.0,
     position_table: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -239,8 +258,8 @@ def add_positional_encoding(
     Args:
         x: activations [..., length, d_model] (batch-first) or [length, ..., d_model], in the dtypes of `embed`.
         token_scale: factor of `x`, for rows that were looked up elsewhere.
-        offset, positions, convention, precision, encoding_scale, position_table, dropout_p, batch_first: as in `embed`;
-            the last axis of `x` is no token axis, and a table has the dtype of `x`.
+        offset, positions, convention, precision, frequencies, encoding_scale, position_table, dropout_p, batch_first:
+            as in `embed`; the last axis of `x` is no token axis, and a table has the dtype of `x`.
         out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
 
     Returns:
@@ -257,6 +276,7 @@ def add_positional_encoding(
         token_scale,
         convention,
         precision,
+        frequencies,
         encoding_scale,
         dropout_p,
         batch_first,
@@ -272,6 +292,7 @@ def positional_encoding(
     offset: int | Tensor = 0,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
+    frequencies: Tensor | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     out: Tensor | None = None,
@@ -279,11 +300,11 @@ def positional_encoding(
     """The encoding itself.
 
     Args:
-        positions_or_length: integer positions of any shape, or a length: then the positions run from the convention's
-            first one.
+        positions_or_length: positions of any shape, in the dtypes of `embed`, or a length: then the positions run from
+            the convention's first one.
         d_model: width D.
         offset: added to every position (with `positions`, a sum past int64 wraps).
-        convention, precision: as in `embed`.
+        convention, precision, frequencies: as in `embed`.
         dtype: of the result; None for `torch.get_default_dtype()`.
         device: of the result, for a length; a tensor of positions stays where it is.
         out: tensor to write into, [*positions.shape, d_model]; its dtype is used.
@@ -327,16 +348,18 @@ def positional_encoding(
         check_offset("positional_encoding", offset)
         spec = chosen.spec(precision)
         if out is None:
-            op = _ops.positional_encoding.default
-            op = decomposed(op) if is_traced(positions) else op
-            result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
-            return result
-        _check_out("positional_encoding", out, "positions", None)
-        _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
+            return _encode.run(positions, d_model, offset, spec, dtype or torch.get_default_dtype(), frequencies)
+        _check_out("positional_encoding", out, "positions", positions, {"frequencies": frequencies})
+        if frequencies is None:
+            _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
+        else:
+            _ops.positional_encoding_general_out(
+                positions, frequencies, d_model=d_model, offset=offset, base=spec.base, flags=spec.flags, out=out
+            )
         return _bump_version(out)
     except Exception:
         _explain_positions(positions_or_length)
-        _explain("positional_encoding", out=out)
+        _explain("positional_encoding", frequencies=frequencies, out=out)
         raise
 
 
@@ -489,6 +512,7 @@ def add_sinusoids(
     token_scale: float,
     convention: str | Convention,
     precision: str | None,
+    frequencies: Tensor | None,
     encoding_scale: float | Tensor,
     dropout_p: float,
     batch_first: bool,
@@ -509,7 +533,8 @@ def add_sinusoids(
         chosen = convention if type(convention) is Convention else resolve(convention)
         spec = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
         if position_table is not None:
-            spec = _spec_of_table("add_positional_encoding", x, position_table, chosen, precision, batch_first)
+            op = "add_positional_encoding"
+            spec = _spec_of_table(op, x, position_table, chosen, precision, frequencies, batch_first)
         if type(offset) is not int:
             offset, positions, offsets = resolve_offset(
                 offset,
@@ -526,12 +551,21 @@ def add_sinusoids(
         else:
             positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
         general: dict[str, Any] | None = None  # what only the op add_general takes
-        if dropout_p or position_table is not None or type(encoding_scale) is not float or encoding_scale != 1:
-            general = _elements.arguments("add_positional_encoding", x, encoding_scale, dropout_p, position_table)
+        if (
+            dropout_p
+            or position_table is not None
+            or type(encoding_scale) is not float
+            or encoding_scale != 1
+            or frequencies is not None
+            or (positions is not None and positions.is_floating_point())
+        ):
+            general = _elements.arguments(
+                "add_positional_encoding", x, encoding_scale, dropout_p, positions, frequencies, position_table
+            )
         if out is None:
             return run_add(x, positions, offset, spec, token_scale, 0, -1, general)
         _shard.refuse("add_positional_encoding", x, out=out)
-        _check_out("add_positional_encoding", out, "x", x, general)
+        _check_out("add_positional_encoding", out, "x", x, general, positions)
         check_offset("add_positional_encoding", offset)
         if general is None and token_scale == 1:
             _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
@@ -548,7 +582,15 @@ def add_sinusoids(
             )
         return _bump_version(out)
     except Exception:
-        _explain("add_positional_encoding", offset, x=x, positions=positions, position_table=position_table, out=out)
+        _explain(
+            "add_positional_encoding",
+            offset,
+            x=x,
+            positions=positions,
+            frequencies=frequencies,
+            position_table=position_table,
+            out=out,
+        )
         raise
 
 
@@ -575,7 +617,7 @@ def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[st
 def _explain(op: str, offset: Any = 0, /, **arguments: Any) -> None:
     """Once a call has failed: raise what is wrong with an argument, where that is the reason and not said already."""
     for name, value in arguments.items():
-        if value is None and name in ("positions", "position_table", "out"):
+        if value is None and name in ("positions", "frequencies", "position_table", "out"):
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"posenc_ext::{op}: {name} must be a torch.Tensor, got {type(value).__name__}") from None
@@ -632,7 +674,7 @@ def _embed_in_place(
         _shard.refuse("embed", weight, max_norm=max_norm, out=out)
     check_offset("embed", offset)
     if out is not None:
-        _check_out("embed", out, "weight", weight, general)
+        _check_out("embed", out, "weight", weight, general, positions)
     if max_norm is not None:
         if not max_norm > 0:
             raise ValueError(f"posenc_ext::embed: max_norm must be positive, got {max_norm}")
@@ -642,8 +684,9 @@ def _embed_in_place(
                 f"got {max_norm}"
             )
         # Whatever the call would refuse must be refused before the rows are scaled.
-        table = None if general is None else general.get("position_table")
-        _ops.check_embed(weight, input, positions, offset, base, flags, out, table)
+        further = general or {}
+        tables = further.get("frequencies"), further.get("position_table")
+        _ops.check_embed(weight, input, positions, offset, base, flags, out, *tables)
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     if out is None:
@@ -668,12 +711,23 @@ def _embed_in_place(
 
 
 def _spec_of_table(
-    op: str, like: Tensor, table: Tensor, convention: Convention, precision: str | None, batch_first: bool
+    op: str,
+    like: Tensor,
+    table: Tensor,
+    convention: Convention,
+    precision: str | None,
+    frequencies: Tensor | None,
+    batch_first: bool,
 ) -> Spec:
     """No sinusoids, where `position_table` takes their place."""
-    if convention is not CONVENTIONS["vaswani"] or precision is not None:
-        given = f"convention {convention.name!r}" if precision is None else f"precision {precision!r}"
-        raise ValueError(f"posenc_ext::{op}: position_table takes no convention and no precision, got {given}")
+    sinusoids = {
+        f"convention {convention.name!r}": convention is not CONVENTIONS["vaswani"],
+        f"precision {precision!r}": precision is not None,
+        "frequencies": frequencies is not None,
+    }
+    for name, given in sinusoids.items():
+        if given:
+            raise ValueError(f"posenc_ext::{op}: position_table takes the place of sinusoids, got {name} too")
     if is_dtensor(table) and not is_dtensor(like):
         raise ValueError(f"posenc_ext::{op}: position_table must be a Tensor where the rows are one, got a DTensor")
     return Spec(NO_ENCODING.base, NO_ENCODING.flags | (0 if batch_first else SEQUENCE_FIRST))
@@ -705,12 +759,20 @@ def _bump_version(out: Tensor) -> Tensor:
     return out
 
 
-def _check_out(op: str, out: Tensor, name: str, given: Tensor | None, general: dict[str, Any] | None = None) -> None:
+def _check_out(
+    op: str,
+    out: Tensor,
+    name: str,
+    given: Tensor | None,
+    general: dict[str, Any] | None = None,
+    positions: Tensor | None = None,
+) -> None:
     """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
-    further = general or {}
-    scale, table = further.get("encoding_scale_tensor"), further.get("position_table")
     if _grad_enabled() or forward_ad._current_level >= 0:
-        _check_history(op, {name: given, "encoding_scale": scale, "position_table": table, "out": out})
+        known = general or {}
+        names = {"encoding_scale": "encoding_scale_tensor", "frequencies": "frequencies"}
+        others = {name: known.get(key) for name, key in {**names, "position_table": "position_table"}.items()}
+        _check_history(op, {"positions": positions, name: given, **others, "out": out})
     if _is_compiling():
         if in_onnx_export():
             raise NotImplementedError(

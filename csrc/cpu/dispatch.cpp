@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "../token.h"
 #include "partition.h"
@@ -93,13 +94,22 @@ TokenPosition find_position_without_row(const ForwardParams& params) {
   const int64_t rows = params.positions.shared() ? std::min<int64_t>(tokens.batch, 1) : tokens.batch;
   for (int64_t b = 0; b < rows; ++b) {
     for (int64_t t = 0; t < tokens.seq; ++t) {
-      const int64_t position = position_of(params, b, t), number = tokens.order.at(b, t);
+      const int64_t position = position_of(params, b, t).whole, number = tokens.order.at(b, t);
       if (has_row(params.encoding.table, position)) continue;
       if (first.number < 0 || number < first.number) first = {number, position};
       break;
     }
   }
   return first;
+}
+
+Frequencies convert(const GivenFrequencies& given, void* memory) {
+  const FrequencyMemory to(memory, given.pairs);
+  for (int64_t k = 0; k < to.stride; ++k) convert_frequency(given, k, to);
+  Frequencies result = to.view();
+  for (int64_t k = 0; k < given.pairs; ++k)
+    result.largest = std::max(result.largest, std::abs(static_cast<float>(given[k])));  // not where it is NaN
+  return result;
 }
 
 const Kernels& active_kernels() { return *active().load(std::memory_order_relaxed)->kernels; }

@@ -54,7 +54,7 @@ __device__ __forceinline__ void record_token(const ForwardParams& params, int64_
     return record_out_of_range(errors, place, params.ids[place], params.rows);
   const PositionTable& table = params.encoding.table;
   if (table.data == nullptr) return;
-  const int64_t position = position_of(params, b, t);
+  const int64_t position = position_of(params, b, t).whole;
   if (!has_row(table, position)) record_out_of_range(errors, place, position, table.rows, IndexOf::positions);
 }
 

@@ -13,6 +13,7 @@ from posenc_ext.conventions import Spec
 from posenc_ext.ops import compose, elements, shard
 from posenc_ext.ops.call import by_name, check_offset
 from posenc_ext.ops.compose import transforms_active
+from posenc_ext.ops.embed import refuse_trained_positions
 from posenc_ext.ops.tracing import (
     PLAIN,
     decomposed,
@@ -123,7 +124,13 @@ class _Add(torch.autograd.Function):
 
 
 _apply: Callable[..., Tensor] = _Add.apply
-torch.library.register_autograd("posenc_ext::add_positional_encoding", _Add.backward)
+
+
+def _check_positions(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    refuse_trained_positions(_add, inputs[1])
+
+
+torch.library.register_autograd("posenc_ext::add_positional_encoding", _Add.backward, setup_context=_check_positions)
 
 
 def _save_general(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posenc_ext.conventions import AT_PADDING, NO_ENCODING, OFFSETS, SEQUENCE_FIRST, Spec
 from posenc_ext.ops.call import EmbedCall, GradientCall, with_running_index
+from posenc_ext.reference import sinusoid_columns
 
 transforms_active = torch._C._are_functorch_transforms_active
 
@@ -29,6 +30,7 @@ def embed(
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
     at_padding: int = 0,
+    frequencies: Tensor | None = None,
     position_table: Tensor | None = None,
 ) -> Tensor:
     """As `ops.embed.run`; the other arguments as in the op `embed_general`."""
@@ -49,7 +51,7 @@ def embed(
     spec = Spec(call.base, call.flags)
     if spec != NO_ENCODING or position_table is not None:
         encoding = columns_of_encoding(
-            rows, call.positions, call.offset, spec, wide, first_column, d_model, position_table
+            rows, call.positions, call.offset, spec, wide, first_column, d_model, frequencies, position_table
         )
         encoding = _scaled(encoding, encoding_scale, encoding_scale_tensor)
         if at_padding != AT_PADDING["embed"]:
@@ -90,11 +92,13 @@ def add(
     d_model: int = -1,
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
+    frequencies: Tensor | None = None,
     position_table: Tensor | None = None,
 ) -> Tensor:
     """As `ops.add.run`."""
+    part = (first_column, d_model, frequencies, position_table)
     wide = _wide(x.dtype)
-    encoding = columns_of_encoding(x, positions, offset, spec, wide, first_column, d_model, position_table)
+    encoding = columns_of_encoding(x, positions, offset, spec, wide, *part)
     encoding = _scaled(encoding, encoding_scale, encoding_scale_tensor)
     return (x.to(wide) * token_scale + encoding).to(x.dtype)
 
@@ -117,33 +121,24 @@ def columns_of_encoding(
     dtype: torch.dtype,
     first_column: int,
     d_model: int,
+    frequencies: Tensor | None,
     position_table: Tensor | None,
 ) -> Tensor:
     """The encoding of a batch of tokens, broadcastable to `like`; where that is a shard of columns, so is a table."""
     token_shape, width = like.shape[:-1], like.shape[-1]
     if position_table is not None:
-        rows = positions_in_table(token_shape, positions, offset, spec.flags, like.device)
+        rows = rows_of_table(token_shape, positions, offset, spec, like.device)
         return torch.nn.functional.embedding(rows, position_table).to(dtype)
     whole = width if d_model < 0 else d_model
-    encoding = _encoding(token_shape, whole, positions, offset, spec, dtype, like.device)
+    encoding = _encoding(token_shape, whole, positions, offset, spec, dtype, like.device, frequencies)
     return encoding[..., first_column : first_column + width]
 
 
-def positions_in_table(
-    token_shape: torch.Size, positions: Tensor | None, offset: int, flags: int, device: torch.device
+def rows_of_table(
+    token_shape: torch.Size, positions: Tensor | None, offset: int, spec: Spec, device: torch.device
 ) -> Tensor:
     """The positions of a batch of tokens, int64, broadcastable to it."""
-    return _positions(token_shape, positions, flags, device).long() + offset
-
-
-def _positions(token_shape: torch.Size, positions: Tensor | None, flags: int, device: torch.device) -> Tensor:
-    """Those of `positions_in_table` without the offset."""
-    batch_first, rank = not flags & SEQUENCE_FIRST, len(token_shape)
-    if positions is not None:
-        return with_running_index(positions, batch_first) if flags & OFFSETS else positions
-    length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
-    index = torch.arange(length, device=device)
-    return index.reshape([length] + [1] * (0 if batch_first else rank - 1)) if rank else index[0]
+    return running_positions(token_shape, positions, spec, device).long() + offset
 
 
 def _encoding(
@@ -154,10 +149,46 @@ def _encoding(
     spec: Spec,
     dtype: torch.dtype,
     device: torch.device,
+    frequencies: Tensor | None = None,
 ) -> Tensor:
     """The encoding of a batch of tokens, broadcastable to it."""
-    positions, flags = _positions(token_shape, positions, spec.flags, device), spec.flags & ~OFFSETS
-    result: Tensor = torch.ops.posenc_ext.positional_encoding.default(
-        positions, d_model, offset, spec.base, flags, dtype
-    )
-    return result
+    from posenc_ext.ops import encode  # which imports this module
+
+    positions, spec = running_positions(token_shape, positions, spec, device), Spec(spec.base, spec.flags & ~OFFSETS)
+    return encode.run(positions, d_model, offset, spec, dtype, frequencies)
+
+
+def running_positions(token_shape: torch.Size, positions: Tensor | None, spec: Spec, device: torch.device) -> Tensor:
+    """The positions of a batch of tokens but for the offset, broadcastable to it."""
+    batch_first, rank = not spec.flags & SEQUENCE_FIRST, len(token_shape)
+    if positions is not None:
+        return with_running_index(positions, batch_first) if spec.flags & OFFSETS else positions
+    length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
+    index = torch.arange(length, device=device)
+    return index.reshape([length] + [1] * (0 if batch_first else rank - 1)) if rank else index[0]
+
+
+def encode(
+    positions: Tensor, d_model: int, offset: int, spec: Spec, dtype: torch.dtype, frequencies: Tensor | None
+) -> Tensor:
+    """As `ops.encode.run`, within 3e-7 where positions are floating or frequencies are given."""
+    from posenc_ext.decompositions import _encode  # which needs the ops
+
+    return _encode(positions, d_model, offset, *spec, dtype, frequencies)
+
+
+def columns(d_model: int, spec: Spec) -> tuple[slice, slice]:
+    """Where the sines and the cosines of an encoding are."""
+    from posenc_ext.decompositions import _Spec
+
+    decoded = _Spec(*spec)
+    sines = d_model // 2 if decoded.odd == "zero" else (d_model + 1) // 2
+    first, second = sinusoid_columns(d_model, decoded.layout, sines=sines)
+    return slice(first.start, first.stop, first.step), slice(second.start, second.stop, second.step)
+
+
+def angular_frequencies(d_model: int, spec: Spec, device: torch.device) -> Tensor:
+    """Those of a spec, float64 [pairs]."""
+    from posenc_ext.decompositions import _angular
+
+    return _angular(d_model, *spec, device)

@@ -1,4 +1,4 @@
-"""What only the general ops take: the scale of the encoding, a table of positions, dropout. Arguments and gradients."""
+"""What only the general ops take: dropout, and what an encoding is made of. Their arguments and their gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc_ext.conventions import AT_PADDING, NO_ENCODING, SEQUENCE_FIRST, Spec
-from posenc_ext.ops import compose
+from posenc_ext.ops import compose, encode
 from posenc_ext.ops.call import GradientCall
 from posenc_ext.ops.tracing import is_traced
 
@@ -17,16 +17,24 @@ _ops = torch.ops.posenc_ext
 
 
 def arguments(
-    op: str, like: Tensor, encoding_scale: float | Tensor, dropout_p: float, position_table: Tensor | None = None
+    op: str,
+    like: Tensor,
+    encoding_scale: float | Tensor,
+    dropout_p: float,
+    positions: Tensor | None = None,
+    frequencies: Tensor | None = None,
+    position_table: Tensor | None = None,
 ) -> dict[str, Any] | None:
     """Those of the general ops that differ from the defaults; None for none.
 
     Args:
         op: for messages.
         like: what has the device and the dtype of the result.
-        encoding_scale, dropout_p, position_table: as in `functional.embed`.
+        encoding_scale, dropout_p, positions, frequencies, position_table: as in `functional.embed`.
     """
     result: dict[str, Any] = {} if position_table is None else {"position_table": position_table}
+    if frequencies is not None or (positions is not None and positions.is_floating_point()):
+        result["frequencies"] = frequencies  # also None: positions have a gradient there alone
     if isinstance(encoding_scale, Tensor):
         # To the type that sums have: a scale in bfloat16 would be rounded twice.
         result["encoding_scale_tensor"] = encoding_scale.to(compose._wide(like.dtype))
@@ -43,31 +51,36 @@ def arguments(
 
 def save(ctx: Any, given: Mapping[str, Any], input: Tensor | None = None) -> None:
     """Keep what the gradients take of the arguments of a general op, under their names."""
-    scale, table = given["encoding_scale_tensor"], given["position_table"]
-    ctx.scale_is_trained = scale is not None and scale.requires_grad
-    ctx.table_rows = table.shape[0] if table is not None and table.requires_grad else None
-    ctx.weight_rows = given["weight"].shape[0] if "weight" in given else 0
-    of_encoding = (given["positions"], scale) if ctx.scale_is_trained or ctx.table_rows is not None else (None, None)
-    # The encoding is made again, and only where the scale is trained.
-    ctx.save_for_backward(input, given["seed"], *of_encoding, table if ctx.scale_is_trained else None)
+    # The encoding is made again, and only where something of it is trained.
+    of_encoding = [given[name] for name in _OF_ENCODING]
+    ctx.trained = [tensor is not None and tensor.requires_grad for tensor in of_encoding]
+    positions, scale, frequencies, table = of_encoding
+    ctx.table_rows = 0 if table is None else table.shape[0]
+    if not ctx.trained[1]:
+        table = None  # whose own gradient takes none of its numbers
+    kept = (positions, scale, frequencies, table) if any(ctx.trained) else (None,) * len(of_encoding)
+    ctx.save_for_backward(input, given["seed"], *kept)
     ctx.elements = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
 
 
-def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """The gradient of the sum that dropout was applied to, the saved input, and other gradients by their names."""
-    input, seed, positions, scale, table = ctx.saved_tensors  # once: checkpoints make them again at each look
-    given, found = ctx.elements, {}
+def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor | None]]:
+    """The gradient of the sum that dropout was applied to, the saved input, and those of the parts of the encoding."""
+    input, seed, *of_encoding = ctx.saved_tensors  # once: checkpoints make them again at each look
+    given = ctx.elements
     if seed is not None:
         # The same elements are dropped. Tokens are numbered in the order of memory.
         flags = NO_ENCODING.flags | given["flags"] & SEQUENCE_FIRST
         part = {name: given[name] for name in ("dropout_p", "first_column", "d_model")}
         grad = _ops.add_general(grad, seed=seed, flags=flags, **part)
-    if ctx.scale_is_trained or ctx.table_rows is not None:
-        without = _without_encoding(ctx, input)
-        if ctx.scale_is_trained:
-            found["encoding_scale_tensor"] = _scale_gradient(grad, positions, scale, table, given, without)
-        if ctx.table_rows is not None:
-            found["position_table"] = _table_gradient(grad, positions, scale, ctx.table_rows, given, without)
+    if not any(ctx.trained):
+        return grad, input, {}
+    positions, scale, frequencies, table = of_encoding
+    *trained, table_trained = ctx.trained
+    without, found = _without_encoding(input, given), {}
+    if any(trained):
+        found = _encoding_gradients(grad, without, positions, scale, frequencies, table, trained, given)
+    if table_trained:
+        found["position_table"] = _table_gradient(grad, without, positions, scale, ctx.table_rows, given)
     return grad, input, found
 
 
@@ -86,46 +99,31 @@ def dense_gradient(call: GradientCall) -> Tensor:
     return result
 
 
-def _without_encoding(ctx: Any, input: Tensor | None) -> Tensor | None:
+# The tensors that an encoding is made of.
+_OF_ENCODING = ("positions", "encoding_scale_tensor", "frequencies", "position_table")
+
+
+def _without_encoding(input: Tensor | None, given: Mapping[str, Any]) -> Tensor | None:
     """Which tokens have no encoding here: pads, and those whose rows another shard has."""
-    given, result = ctx.elements, None
+    result = None
     if given.get("at_padding", 0) in (AT_PADDING["no_encoding"], AT_PADDING["zeros"]):
         result = input == given["padding_idx"]
-    if given.get("total_rows", -1) >= 0:
-        row = input - given["first_row"]
-        elsewhere = (row < 0) | (row >= ctx.weight_rows)
+    if input is not None and given.get("total_rows", -1) >= 0:
+        elsewhere = (input < given["first_row"]) | (input >= given["first_row"] + given["rows"])
         result = elsewhere if result is None else result | elsewhere
     return result
 
 
-def _scale_gradient(
-    grad: Tensor,
-    positions: Tensor | None,
-    scale: Tensor,
-    table: Tensor | None,
-    given: Mapping[str, Any],
-    without: Tensor | None,
-) -> Tensor:
-    part = given["first_column"], given["d_model"]
-    spec = Spec(given["base"], given["flags"])
-    encoding = compose.columns_of_encoding(grad, positions, given["offset"], spec, scale.dtype, *part, table)
-    product = grad.to(scale.dtype) * encoding
-    if without is not None:
-        product = product.masked_fill(without.unsqueeze(-1), 0)
-    gradient: Tensor = product.sum() * given["encoding_scale"]
-    return gradient.reshape(scale.shape)
-
-
 def _table_gradient(
     grad: Tensor,
+    without: Tensor | None,
     positions: Tensor | None,
     scale: Tensor | None,
     rows: int,
     given: Mapping[str, Any],
-    without: Tensor | None,
 ) -> Tensor:
-    tokens = grad.shape[:-1]
-    row = compose.positions_in_table(tokens, positions, given["offset"], given["flags"], grad.device).expand(tokens)
+    spec, tokens = Spec(given["base"], given["flags"]), grad.shape[:-1]
+    row = compose.rows_of_table(tokens, positions, given["offset"], spec, grad.device).expand(tokens)
     number, dtype = given["encoding_scale"], grad.dtype
     if scale is not None:
         grad = grad.to(scale.dtype)  # so that it is rounded once, at the end
@@ -136,3 +134,34 @@ def _table_gradient(
         row = row.masked_fill(without, rows)
         gradient = dense_gradient(GradientCall(grad, row, rows + 1, number, rows, False))[:rows]
     return gradient if scale is None else (gradient * scale.reshape(())).to(dtype)
+
+
+def _encoding_gradients(
+    grad: Tensor,
+    without: Tensor | None,
+    positions: Tensor | None,
+    scale: Tensor | None,
+    frequencies: Tensor | None,
+    table: Tensor | None,
+    trained: list[bool],
+    given: Mapping[str, Any],
+) -> dict[str, Tensor | None]:
+    positions_trained, scale_trained, frequencies_trained = trained
+    first, width, d_model = given["first_column"], grad.shape[-1], given["d_model"]
+    spec, whole = Spec(given["base"], given["flags"]), width if d_model < 0 else d_model
+    grad = grad.to(compose._wide(grad.dtype)) * given["encoding_scale"]
+    if without is not None:
+        grad = grad.masked_fill(without.unsqueeze(-1), 0)
+    result: dict[str, Tensor | None] = {}
+    if scale is not None and scale_trained:
+        encoding = compose.columns_of_encoding(
+            grad, positions, given["offset"], spec, grad.dtype, first, d_model, frequencies, table
+        )
+        result["encoding_scale_tensor"] = (grad * encoding).sum().reshape(scale.shape)
+    if positions_trained or frequencies_trained:
+        of_encoding = grad if scale is None else grad * scale.reshape(())
+        wanted = (positions_trained, frequencies_trained)
+        result["positions"], result["frequencies"] = encode.gradients(
+            of_encoding, positions, frequencies, wanted, given["offset"], spec, first, whole
+        )
+    return result

@@ -171,6 +171,15 @@ def _gradient(call: GradientCall, sparse: bool) -> Tensor:
     )
 
 
+def refuse_trained_positions(op: Any, positions: Tensor | None) -> None:
+    """The ops without keywords have no gradient to positions; the functional forms call those that have."""
+    if positions is not None and positions.requires_grad:
+        raise ValueError(
+            f"{op.name()}: positions must not require a gradient, which the op with keywords gives (embed_general, "
+            f"add_general); got positions of dtype {positions.dtype} that do"
+        )
+
+
 # ---- formulas of the public ops --------------------------------------------------------------------------------------
 
 
@@ -179,10 +188,12 @@ def _register_embed(op: Any) -> None:
         ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any] | None = None
     ) -> None:
         given = by_name(op, inputs, keyword_only_inputs or {})
+        given["rows"] = given["weight"].shape[0]
         _save(ctx, EmbedCall(**{name: given[name] for name in EmbedCall._fields}))
         if "seed" in given:
             elements.save(ctx, given, given["input"])
         else:
+            refuse_trained_positions(op, given["positions"])
             ctx.save_for_backward(given["input"])
         ctx.first_row = given.get("first_row", 0)
         whole = given.get("total_rows", -1) < 0 and given.get("d_model", -1) < 0

@@ -114,7 +114,8 @@ Tensors encode(const Inputs& in) {
       fake_torch::run("positional_encoding", in.positions, kWidth, int64_t{1}, kBase, kVaswani, ScalarType::Float)[0]};
 }
 Tensors check_ids(const Inputs& in) {
-  fake_torch::run<0>("check_embed", in.weight, in.ids, kNothing, int64_t{0}, kBase, kVaswani, kNothing, kNothing);
+  fake_torch::run<0>("check_embed", in.weight, in.ids, kNothing, int64_t{0}, kBase, kVaswani, kNothing, kNothing,
+                     kNothing);
   return {};
 }
 // The weight is the table of positions too.
@@ -124,15 +125,15 @@ Tensors embed_with_table_from(int64_t offset, const Inputs& in) {
                           int64_t{0}, int64_t{-1}, int64_t{0}, int64_t{-1})[0]};
 }
 Tensors add_table_from(int64_t offset, const Inputs& in) {
-  return {fake_torch::run("add_general", in.x, kNothing, kNothing, kNothing, std::optional(in.weight), offset, kBase,
-                          kNoEncoding, kScale, int64_t{0}, int64_t{-1}, 1.0, 0.0)[0]};
+  return {fake_torch::run("add_general", in.x, kNothing, kNothing, kNothing, kNothing, std::optional(in.weight), offset,
+                          kBase, kNoEncoding, kScale, int64_t{0}, int64_t{-1}, 1.0, 0.0)[0]};
 }
 Tensors embed_with_table(const Inputs& in) { return embed_with_table_from(2, in); }
 Tensors add_table(const Inputs& in) { return add_table_from(1, in); }
 Tensors embed_beyond_table(const Inputs& in) { return embed_with_table_from(kRows - 2, in); }
 Tensors add_before_table(const Inputs& in) { return add_table_from(-3, in); }
 Tensors check_beyond_table(const Inputs& in) {
-  fake_torch::run<0>("check_embed", in.weight, in.ids, kNothing, kRows - 2, kBase, kNoEncoding, kNothing,
+  fake_torch::run<0>("check_embed", in.weight, in.ids, kNothing, kRows - 2, kBase, kNoEncoding, kNothing, kNothing,
                      std::optional(in.weight));
   return {};
 }
