@@ -720,8 +720,10 @@ def _spec_of_table(
     batch_first: bool,
 ) -> Spec:
     """No sinusoids, where `position_table` takes their place."""
+    usual = CONVENTIONS["vaswani"]  # not compared as a whole, which a compiled program cannot
     sinusoids = {
-        f"convention {convention.name!r}": convention is not CONVENTIONS["vaswani"],
+        f"convention {convention.name!r}": convention._specs[None, True] != usual._specs[None, True]
+        or convention.first_position != usual.first_position,
         f"precision {precision!r}": precision is not None,
         "frequencies": frequencies is not None,
     }
