@@ -21,6 +21,7 @@ from posenc_ext import _C
 from posenc_ext.conventions import (
     AT_PADDING,
     DIVISORS,
+    DTYPES,
     LAYOUTS,
     NO_ENCODING,
     ODD_RULES,
@@ -338,6 +339,10 @@ def _add_out(out: Tensor, **arguments: Any) -> None:
     out.copy_(_add(**arguments))
 
 
+def _encode_as(dtype: int, **arguments: Any) -> Tensor:
+    return _encode(**arguments, dtype=DTYPES[dtype])
+
+
 def _encode_out(out: Tensor, **arguments: Any) -> None:
     out.copy_(_encode(**arguments, dtype=out.dtype))
 
@@ -364,7 +369,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "add_positional_encoding_out": _add_out,
     "positional_encoding": _encode,
     "positional_encoding_out": _encode_out,
-    "positional_encoding_general": _encode,
+    "positional_encoding_general": _encode_as,
     "positional_encoding_general_out": _encode_out,
     "positions_from_padding": positions.compose_from_padding,
     "positions_from_cu_seqlens": positions.compose_from_cu_seqlens,

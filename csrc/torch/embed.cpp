@@ -457,8 +457,10 @@ Tensor encode(const Tensor& positions, int64_t d_model, int64_t offset, double b
 }
 
 Tensor encode_general(Tensor positions, std::optional<Tensor> frequencies, int64_t d_model, int64_t offset, double base,
-                      int64_t flags, ScalarType dtype) {
-  return encode(positions, d_model, offset, base, flags, dtype, nullptr, given(frequencies));
+                      int64_t flags, int64_t dtype) {
+  constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Double, ScalarType::BFloat16, ScalarType::Half};
+  POSENC_CHECK(dtype >= 0 && dtype < 4, "positional_encoding", "dtype must lie in [0, 4), got ", dtype);
+  return encode(positions, d_model, offset, base, flags, kTypes[dtype], nullptr, given(frequencies));
 }
 
 void encode_general_out(Tensor positions, std::optional<Tensor> frequencies, int64_t d_model, int64_t offset,

@@ -84,7 +84,9 @@ const bool defined = [] {
   const std::string encode_general =
       "(Tensor positions, Tensor? frequencies=None, *, SymInt d_model, SymInt offset=0, float base=10000.0, int "
       "flags=1052672, ";
-  define("positional_encoding_general", encode_general + "ScalarType dtype) -> Tensor");
+  // dtype: a code of conventions.py. Torch ends the process where a formula of Python is handed a ScalarType that is
+  // none.
+  define("positional_encoding_general", encode_general + "int dtype=0) -> Tensor");
   define("positional_encoding_general_out", encode_general + "Tensor(a!) out) -> ()");
   // first_position: of the first token that counts. offset: added to it, 0-d or one for each row.
   define(

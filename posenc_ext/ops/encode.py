@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posenc_ext.conventions import OFFSETS, Spec
+from posenc_ext.conventions import DTYPES, OFFSETS, Spec
 from posenc_ext.ops import compose
 from posenc_ext.ops.call import by_name
 from posenc_ext.ops.tracing import decomposed, is_traced
@@ -31,9 +31,12 @@ def run(
         return result
     if compose.needed():
         return compose.encode(positions, d_model, offset, spec, dtype, frequencies)
-    base, flags = spec
+    if dtype not in DTYPES:
+        names = "float32, float64, bfloat16 or float16"
+        raise ValueError(f"posenc_ext::positional_encoding: dtype must be {names}, got {dtype}")
+    base, flags, code = *spec, DTYPES.index(dtype)
     result = decomposed(_general)(
-        positions, frequencies, d_model=d_model, offset=offset, base=base, flags=flags, dtype=dtype
+        positions, frequencies, d_model=d_model, offset=offset, base=base, flags=flags, dtype=code
     )
     return result
 

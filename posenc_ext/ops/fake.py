@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posenc_ext.conventions import NO_ENCODING, ODD_RULES
+from posenc_ext.conventions import DTYPES, NO_ENCODING, ODD_RULES
 from posenc_ext.ops.call import by_name
 
 _MOST_COLUMNS = 2**24
@@ -207,6 +207,11 @@ def _encode(
     )
 
 
+def _encode_general(op: str, dtype: int = 0, **arguments: Any) -> Tensor:
+    _require(0 <= dtype < len(DTYPES), op, f"dtype must lie in [0, {len(DTYPES)}), got {dtype}")
+    return _encode(op, dtype=DTYPES[dtype], **arguments)
+
+
 def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) -> Any:
     _check_floating(op, "grad", grad.dtype)
     _check_integers(op, "input", input)
@@ -277,7 +282,8 @@ for _op, _check, *_names in (
     ("add_positional_encoding", _add, "add_positional_encoding_out"),
     ("add_general", _add, "add_general", "add_general_out"),
     ("positional_encoding", _encode, "positional_encoding", "positional_encoding_out"),
-    ("positional_encoding", _encode, "positional_encoding_general", "positional_encoding_general_out"),
+    ("positional_encoding", _encode_general, "positional_encoding_general"),
+    ("positional_encoding", _encode, "positional_encoding_general_out"),
     ("positions_from_padding", _from_padding, "positions_from_padding"),
     ("positions_from_cu_seqlens", _from_cu_seqlens, "positions_from_cu_seqlens"),
     ("positions_from_sequence_ids", _from_sequence_ids, "positions_from_sequence_ids"),
