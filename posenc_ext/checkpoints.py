@@ -180,7 +180,8 @@ def _complaint(table: Any, module: nn.Module, convention: Convention) -> str:
         return ""
     return (
         f"is not that of convention {convention.name!r}: {recognise(rows)}. "
-        "Construct the module with the convention that the model was trained with"
+        "Construct the module with the convention that the model was trained with; a table that follows none is "
+        "kept by posenc_ext.LearnedPositionalEmbedding.from_pretrained"
     )
 
 

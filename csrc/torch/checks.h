@@ -79,6 +79,13 @@ inline void check_same_device(const Tensor& tensor, const char* argument, const 
                device_text(other), "), got ", device_text(tensor));
 }
 
+// The index of an element that has this number in memory.
+inline std::string index_text(IntHeaderOnlyArrayRef sizes, int64_t number) {
+  std::vector<int64_t> index(sizes.size());
+  for (size_t i = sizes.size(); i-- > 0; number /= sizes[i]) index[i] = number % sizes[i];
+  return text(IntHeaderOnlyArrayRef(index.data(), index.size()));
+}
+
 // Token ids, contiguous; `input` becomes a copy where it was not. On a GPU the kernels check the range, since to look
 // at ids here would be to wait for the device. An empty table has no id in range, so it is refused here.
 inline Integers checked_ids(Tensor& input, int64_t rows, const char* op) {
@@ -94,10 +101,8 @@ inline Integers checked_ids(Tensor& input, int64_t rows, const char* op) {
   }
   const int64_t place = cpu::find_out_of_range(ids, input.numel(), rows);
   if (place < 0) return ids;
-  std::vector<int64_t> index(input.dim());
-  for (int64_t rest = place, i = input.dim(); i-- > 0; rest /= input.size(i)) index[i] = rest % input.size(i);
   throw std::out_of_range(message(op, "input must hold ids in [0, ", rows, "), got ", ids[place], " at input",
-                                  text(IntHeaderOnlyArrayRef(index.data(), index.size()))));
+                                  index_text(input.sizes(), place)));
 }
 
 // The first byte that a tensor can reach, and the last.

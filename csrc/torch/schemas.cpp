@@ -7,6 +7,8 @@
 //   positions   None for the running index, or a tensor of the shape of the tokens: integers, float32 or float64
 //   frequencies those of the pairs of columns, float32 or float64, in place of base and divisor
 //   offset      added to either
+//   position_table
+//               in place of the sinusoids, which flags must say are not there: position p has row p
 //   first_row, total_rows, first_column, d_model
 //               weight (or x) is a shard: these rows and columns of a whole of that many; -1: it is the whole
 // Ops named *_fwd and *_bwd are raw. The public names carry autograd formulas (posenc_ext/ops).
@@ -44,7 +46,7 @@ const bool defined = [] {
          "Tensor(a!) out) -> ()");
   define("check_embed",
          "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? out=None, "
-         "Tensor? frequencies=None) -> ()");
+         "Tensor? frequencies=None, Tensor? position_table=None) -> ()");
   // Tensors are not keyword-only, since torch cannot differentiate those. 1052672: the flags of "vaswani".
   const std::string embed_general =
       "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
@@ -69,7 +71,8 @@ const bool defined = [] {
          "(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
   const std::string add_general =
       "(Tensor x, Tensor? positions=None, Tensor? seed=None, Tensor? encoding_scale_tensor=None, Tensor? "
-      "frequencies=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float token_scale=1.0, ";
+      "frequencies=None, Tensor? position_table=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float "
+      "token_scale=1.0, ";
   define("add_general", add_general +
                             "SymInt first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0) "
                             "-> Tensor");
@@ -81,7 +84,8 @@ const bool defined = [] {
   const std::string encode_general =
       "(Tensor positions, Tensor? frequencies=None, *, SymInt d_model, SymInt offset=0, float base=10000.0, int "
       "flags=1052672, ";
-  // dtype: a code of conventions.py. Torch ends the process where a formula of Python is handed a ScalarType that is none.
+  // dtype: a code of conventions.py. Torch ends the process where a formula of Python is handed a ScalarType that is
+  // none.
   define("positional_encoding_general", encode_general + "int dtype=0) -> Tensor");
   define("positional_encoding_general_out", encode_general + "Tensor(a!) out) -> ()");
   // first_position: of the first token that counts. offset: added to it, 0-d or one for each row.

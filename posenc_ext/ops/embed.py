@@ -159,13 +159,11 @@ def _gradient_of_shard(ctx: Any, grad: Tensor, input: Tensor) -> Tensor:
 
 def _gradient(call: GradientCall, sparse: bool) -> Tensor:
     grad = call.grad
-    if compose.needed():  # forward mode over the backward pass
-        return compose.weight_gradient(call, sparse)
-    # Under create_graph the gradient must be differentiable, so the public op is called, which has a formula.
-    recorded = (_grad_enabled() and grad.requires_grad) or is_traced(grad)
     if not sparse:
-        result: Tensor = (_ops.embed_backward if recorded else _ops._embed_bwd).default(*call)
-        return result
+        return elements.dense_gradient(call)
+    if compose.needed():
+        return compose.weight_gradient(call, sparse)
+    recorded = (_grad_enabled() and grad.requires_grad) or is_traced(grad)
     rows, values = (_ops.embed_backward_sparse if recorded else _ops._embed_bwd_sparse).default(*call)
     # The rows come sorted and unique, so the gradient is born coalesced.
     return torch.sparse_coo_tensor(
@@ -186,8 +184,6 @@ def refuse_trained_positions(op: Any, positions: Tensor | None) -> None:
 
 
 def _register_embed(op: Any) -> None:
-    positional = [argument for argument in op._schema.arguments if not argument.kwarg_only]
-
     def setup(
         ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any] | None = None
     ) -> None:
@@ -205,10 +201,10 @@ def _register_embed(op: Any) -> None:
 
     def formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if op is _embed:
-            return (ctx.weight_gradient(ctx, grad, *ctx.saved_tensors), *(None,) * (len(positional) - 1))
+            return elements.in_order(op, {"weight": ctx.weight_gradient(ctx, grad, *ctx.saved_tensors)})
         of_sum, input, found = elements.gradients(ctx, grad)
         of_weight = ctx.weight_gradient(ctx, of_sum, input) if ctx.needs_input_grad[0] else None
-        return (of_weight, *(found.get(argument.name) for argument in positional[1:]))
+        return elements.in_order(op, {"weight": of_weight, **found})
 
     torch.library.register_autograd(op.name(), formula, setup_context=setup)
 

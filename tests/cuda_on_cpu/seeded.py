@@ -278,6 +278,16 @@ GENERAL = [
            "position.exists() ? scale : static_cast<acc_t>(NAN)", "scale", "plain", "forward: numbers"),
     kernel("only a block of frequencies is converted", "frequencies.cuh", "frequencies",
            "k < to.stride;", "k < 3;", "plain", "forward: numbers"),
+    kernel("vectors of a table at any address", "forward.cu", "forward", "&& table_is_aligned(params)", "", "asan",
+           "forward: tables", "misaligned address"),
+    kernel("a row of positions for all rows of the batch", FORWARD, "forward_kernels_float32",
+           "(!made || !params.positions.shared()))", "!made)", "plain", "forward: tables"),
+    kernel("the row after the last is in range", "../token.h", "forward_kernels_float32",
+           "static_cast<uint64_t>(position) < static_cast<uint64_t>(table.rows)",
+           "static_cast<uint64_t>(position) <= static_cast<uint64_t>(table.rows)", "asan",
+           "forward: positions out of range", "AddressSanitizer: heap-buffer-overflow|use-after-poison|FAILED"),
+    kernel("positions recorded as ids", RECORD, "forward_kernels_float16 bounds", "record->of = of;", "", "plain",
+           "forward: positions out of range"),
 ]  # fmt: skip
 
 KERNELS = [
@@ -341,7 +351,7 @@ KERNELS = [
            "static_cast<acc_t>(end - begin + 1)", "plain", "backward: patterns"),
     kernel("far positions are left", FORWARD, "forward_kernels_bfloat16", "if (!is_far(token.position)) continue;",
            "continue;", "plain", "forward: positions"),
-    kernel("the place of an id by rows of the batch", FORWARD, "forward_kernels_bfloat16",
+    kernel("the place of an id by rows of the batch", RECORD, "forward_kernels_bfloat16",
            "params.tokens.order.at(b, t)", "b * params.tokens.seq + t", "plain", "forward: out of range"),
     kernel("the zero column first", FORWARD, "forward_kernels_bfloat16", "encoding.columns.width - 1, 0)", "0, 0)",
            "plain", "forward: widths"),

@@ -197,7 +197,8 @@ void fill_halves(const Encoding& encoding, const Position& position, int64_t fir
   }
 }
 
-// One position's encoding for up to kTilePairs pairs, and the spans of columns that it covers.
+// One position's encoding for up to kTilePairs pairs (of a table: twice as many columns), and the spans of columns that
+// it covers.
 template <class T>
 struct Tile {
   using acc_t = typename Element<T>::acc_t;
@@ -215,6 +216,7 @@ struct Tile {
   }
 
   void fill(const Encoding& encoding, const Position& position, int64_t first) {
+    if (encoding.table.data != nullptr) return fill_from_table(encoding, position.whole, 2 * first);
     const Columns& columns = encoding.columns;
     const int64_t last = std::min(first + kTilePairs, columns.pairs());
     const int64_t last_sine = std::min(last, columns.sines), last_cosine = std::min(last, columns.cosines);
@@ -234,7 +236,31 @@ struct Tile {
       push(columns.cosine_start + first, columns.cosine_start + last_cosine, buffer + kTilePairs);
     }
     if (last == columns.pairs() && columns.has_zero_column()) push(columns.width - 1, columns.width, &zero);
-    const acc_t factor = position.exists() ? static_cast<acc_t>(encoding.scale) : static_cast<acc_t>(NAN);
+    multiply(position.exists() ? encoding.scale : NAN);
+  }
+
+ private:
+  void fill_from_table(const Encoding& encoding, int64_t position, int64_t column) {
+    using E = Element<T>;
+    const int64_t count = std::min(2 * kTilePairs, encoding.columns.width - column);
+    const T* row = static_cast<const T*>(encoding.table.data) + position * encoding.table.row_stride + column;
+    span_count = 0;
+    if constexpr (std::is_same_v<T, acc_t>)
+      if (encoding.scale == 1) return push(column, column + count, row);
+    push(column, column + count, buffer);
+    constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));
+    int64_t i = 0;
+    for (; i + kStep <= count; i += kStep) {
+      typename E::Vector values[kVectorsPerStore<T>];
+      E::load(row + i, values);
+      for (int64_t v = 0; v < kVectorsPerStore<T>; ++v) store_bytes<false>(buffer + i + v * kLanes<acc_t>, values[v]);
+    }
+    for (; i < count; ++i) buffer[kept_at<T>(i)] = E::to_acc(row[i]);
+    multiply(encoding.scale);
+  }
+
+  void multiply(double scale) {
+    const acc_t factor = static_cast<acc_t>(scale);
     if (factor != 1)
       for (acc_t& value : buffer) value *= factor;
   }
@@ -525,7 +551,9 @@ class ForwardLoop {
 
  private:
   int64_t tiles_per_row() const {
-    return std::max<int64_t>(1, (params_.encoding.columns.pairs() + kTilePairs - 1) / kTilePairs);
+    const Encoding& encoding = params_.encoding;
+    const int64_t pairs = encoding.table.data != nullptr ? (encoding.columns.width + 1) / 2 : encoding.columns.pairs();
+    return std::max<int64_t>(1, (pairs + kTilePairs - 1) / kTilePairs);
   }
   const T* base_of(int64_t i) const {
     return source == Source::none ? nullptr : static_cast<const T*>(params_.base) + lookup_.tokens[i].base;
