@@ -94,8 +94,8 @@ def test_fences_of_the_record_in_ptx(builder, arch):
     exchange after a fence releases, and such a swap before one acquires.
     """
     kinds = {
-        r"atom\.global\.cas\.b32": "lock",
-        r"atom\.global\.exch\.b32": "free",
+        r"atom\.(?:relaxed\.)?global\.cas\.b32": "lock",
+        r"atom\.(?:relaxed\.)?global\.exch\.b32": "free",
         r"membar\.gl|fence\.(?:sc|acq_rel)\.gpu": "fence",
         r"st\.global\.u64": "write",
     }
