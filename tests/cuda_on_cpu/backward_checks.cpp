@@ -125,6 +125,8 @@ class BackwardTensors {
   Segments reference(const std::vector<int64_t>& rows) const {
     return {segments(), order_.data(), start_.data(), rows.data()};
   }
+  int64_t begin(int64_t segment) const { return start_[segment]; }
+  int64_t length(int64_t segment) const { return start_[segment + 1] - start_[segment]; }
   int64_t first_out_of_range() const { return first_out_of_range_; }
   int64_t id(int64_t place) const { return ids_[place]; }
 
@@ -180,11 +182,13 @@ class Scratch {
  public:
   Scratch(const BackwardTensors& tensors, bool sparse)
       : layout(tensors.tokens, tensors.params, sparse),
+        partial_bytes_(tensors.params.width * (tensors.params.dtype == Dtype::float64 ? 8 : 4)),
         memory_(std::aligned_alloc(kAlignment, std::max(layout.bytes, kAlignment))) {
     // What is not cleared has other values each time, as counts and as places.
     static int made = 0;
     static constexpr int kFills[] = {0xFF, 0x01, 0x7F};
-    std::memset(memory_, kFills[made++ % 3], layout.bytes);
+    fill_ = kFills[made++ % 3];
+    std::memset(memory_, fill_, layout.bytes);
     layout.place(memory_);
     for (const auto& [begin, end] : gaps(parts(tensors, sparse)))
       if (__asan_poison_memory_region) __asan_poison_memory_region(begin, end - begin);
@@ -195,6 +199,12 @@ class Scratch {
   }
   Scratch(const Scratch&) = delete;
 
+  // Whether a partial sum was written.
+  bool has_partial(int64_t number) const {
+    const auto* const bytes = static_cast<const unsigned char*>(layout.partials) + number * partial_bytes_;
+    return std::any_of(bytes, bytes + partial_bytes_, [&](unsigned char byte) { return byte != fill_; });
+  }
+
   cuda::GradientScratch layout;
 
  private:
@@ -203,7 +213,6 @@ class Scratch {
 
   std::vector<Part> parts(const BackwardTensors& tensors, bool sparse) const {
     const int64_t count = tensors.tokens.count, segments = sparse ? count : tensors.tokens.rows;
-    const int64_t sum_bytes = tensors.params.dtype == Dtype::float64 ? 8 : 4;
     std::vector<Part> result;
     const auto add = [&](const void* first, const void* last, int64_t bytes) {
       if (bytes > 0) result.emplace_back(static_cast<const char*>(first), static_cast<const char*>(last) + bytes);
@@ -213,7 +222,7 @@ class Scratch {
       add(part, part, 4 * count);
     add(layout.begin, layout.end, 4 * segments);
     if (sparse) add(layout.segment_counts, layout.segment_counts, 4 * count);
-    add(layout.partials, layout.partials, (count / kSumChunk + 1) * tensors.params.width * sum_bytes);
+    add(layout.partials, layout.partials, (count / kSumChunk + 1) * partial_bytes_);
     add(layout.temporary, layout.temporary, static_cast<int64_t>(layout.temporary_bytes));
     return result;
   }
@@ -233,8 +242,20 @@ class Scratch {
     return apart ? result : std::vector<Part>{};
   }
 
+  int64_t partial_bytes_;
+  int fill_ = 0;
   void* memory_;
 };
+
+// Sums of chunks are kept where a segment reads them, and nowhere else.
+void expect_partials(const BackwardCase& what, const BackwardTensors& tensors, const Scratch& scratch) {
+  std::vector<bool> read(what.tokens / kSumChunk + 1);
+  for (int64_t s = 0; s < tensors.segments(); ++s)
+    for (int64_t chunk = 1; chunk * kSumChunk < tensors.length(s); ++chunk)
+      read[tensors.begin(s) / kSumChunk + chunk] = true;
+  for (size_t n = 0; n < read.size(); ++n)
+    expect(scratch.has_partial(static_cast<int64_t>(n)) == read[n], what.text() + ": partial " + std::to_string(n));
+}
 
 void expect_record(const BackwardCase& what, const BackwardTensors& tensors, const Device& device) {
   const int64_t first = tensors.first_out_of_range();
@@ -257,6 +278,7 @@ void check_dense(const BackwardCase& what) {
   device.wait();
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", dense: element " + std::to_string(at) + " differs");
+  expect_partials(what, tensors, scratch);
   expect_record(what, tensors, device);
 }
 
@@ -286,6 +308,7 @@ void check_sparse(const BackwardCase& what) {
   expect(std::equal(rows.data(), rows.data() + segments, tensors.segment_rows.begin()), what.text() + ", sparse: rows");
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", sparse: element " + std::to_string(at) + " differs");
+  expect_partials(what, tensors, scratch);
   expect_record(what, tensors, device);
 }
 
