@@ -133,7 +133,8 @@ def _save_general(
 
 
 def _add_general_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    of_sum, _, of_scale = elements.gradients(ctx, grad)
+    _, dropout, of_scale = elements.gradients(ctx, grad)
+    of_sum = compose.dropped(grad, **dropout) if dropout else grad
     return of_sum * ctx.elements["token_scale"], None, None, of_scale
 
 

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posenc_ext.conventions import AT_PADDING, NO_ENCODING, SEQUENCE_FIRST, Spec
+from posenc_ext.conventions import AT_PADDING, Spec
 from posenc_ext.ops import compose
-
-_ops = torch.ops.posenc_ext
 
 
 def arguments(op: str, like: Tensor, encoding_scale: float | Tensor, dropout_p: float) -> dict[str, Any] | None:
@@ -46,16 +44,16 @@ def save(ctx: Any, given: Mapping[str, Any], input: Tensor | None = None) -> Non
     ctx.elements = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
 
 
-def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of the sum that dropout was applied to, the saved input, and the gradient of encoding_scale."""
+def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, dict[str, Any], Tensor | None]:
+    """The saved input, the arguments of dropout where it took place, and the gradient of encoding_scale."""
     input, seed, positions, scale = ctx.saved_tensors  # once: checkpoints make them again at each look
-    given = ctx.elements
+    given, dropout = ctx.elements, {}
     if seed is not None:
-        # The same elements are dropped. Tokens are numbered in the order of memory.
-        flags = NO_ENCODING.flags | given["flags"] & SEQUENCE_FIRST
-        part = {name: given[name] for name in ("dropout_p", "first_column", "d_model")}
-        grad = _ops.add_general(grad, seed=seed, flags=flags, **part)
-    return grad, input, None if scale is None else _scale_gradient(grad, input, positions, scale, given)
+        dropout = {"seed": seed, **{name: given[name] for name in ("dropout_p", "first_column", "d_model")}}
+    if scale is None:
+        return input, dropout, None
+    of_sum = compose.dropped(grad, **dropout) if dropout else grad
+    return input, dropout, _scale_gradient(of_sum, input, positions, scale, given)
 
 
 def _scale_gradient(

@@ -264,6 +264,13 @@ GENERAL = [
     kernel("far positions are left out", FORWARD, "forward_kernels_float32",
            "slow |= !token.in_range || columns.is_far(token.position);", "slow |= !token.in_range;", "plain",
            "forward: general"),
+    kernel("gradients are dropped by their place in the order", BACKWARD, "backward",
+           "add(sum_of(gradients[i], scratch.order[at + i]), sum);", "add(sum_of(gradients[i], at + i), sum);", "plain",
+           "backward: dropout"),
+    kernel("single tokens are dropped like the first", BACKWARD, "backward", "sum_of(gradients[i], order[i])",
+           "sum_of(gradients[i], order[0])", "plain", "backward: dropout"),
+    kernel("gradients where vectors straddle draws", "backward.cu", "backward",
+           "params.dropout.first_column % kColumnsPerDraw == 0", "true", "plain", "backward: dropout"),
     kernel("dropout where vectors straddle draws", "forward.cu", "forward",
            "params.dropout.first_column % kColumnsPerDraw == 0", "true", "plain", "forward: general"),
 ]  # fmt: skip

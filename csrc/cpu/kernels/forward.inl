@@ -231,6 +231,15 @@ class DrawnBits {
   int64_t first_ = 0;
 };
 
+// The same of one column.
+POSENC_HD uint16_t drawn_bits(uint64_t seed, int64_t token, int64_t column) {
+  uint32_t word[4] = {static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token),
+                      static_cast<uint32_t>(token >> 32)};
+  philox(word, seed);
+  const int64_t half = column % kColumnsPerDraw;
+  return static_cast<uint16_t>(word[half / 2] >> 16 * (half % 2));
+}
+
 // What dropout makes of elements, by their bits.
 struct NotDropped {};
 struct Dropper {
