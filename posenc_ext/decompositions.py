@@ -361,6 +361,8 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "_embed_bwd": _embed_backward,
     "embed_backward_sparse": _embed_backward_sparse,
     "_embed_bwd_sparse": _embed_backward_sparse,
+    "embed_general_backward": _embed_backward,
+    "embed_general_backward_sparse": _embed_backward_sparse,
     "embed_general_out": _embed_out,
     "add_general": _add,
     "add_general_out": _add_out,

@@ -3,8 +3,6 @@
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
-#include <cmath>
-
 #include "../frequency.h"
 #include "../spec.h"
 #include "cuda_call.h"
@@ -57,22 +55,6 @@ void check_out(const Tensor& out, const std::vector<int64_t>& sizes, ScalarType 
                text(strides));
 }
 
-// A shard of `size` rows or columns of a whole.
-void check_part(const char* op, const char* first_name, int64_t first, int64_t size, const char* whole_name,
-                int64_t whole) {
-  POSENC_CHECK(size <= whole, op, whole_name, " must be at least the ", size, " of this shard, got ", whole);
-  POSENC_CHECK(first >= 0 && first <= whole - size, op, first_name, " must lie in [0, ", whole - size, "], got ",
-               first);
-}
-
-// A tensor of one number that the kernels read.
-void check_number(const Tensor& tensor, const char* name, const Tensor& like, const char* like_name, const char* op) {
-  check_defined(tensor, op, name);
-  check_same_device(tensor, name, like, like_name, op);
-  check_storage(tensor, op, name);
-  POSENC_CHECK(tensor.numel() == 1, op, name, " must hold one number, got shape ", text(tensor.sizes()));
-}
-
 // What is done at padding and by dropout, checked.
 void set_general(ForwardParams& params, const EmbedArgs& args, const Tensor& like, const char* like_name) {
   const char* op = args.op;
@@ -92,18 +74,7 @@ void set_general(ForwardParams& params, const EmbedArgs& args, const Tensor& lik
     if (!like.is_cpu()) params.encoding.scale_on_device = number;
     else params.encoding.scale *= fp64 ? *static_cast<const double*>(number) : *static_cast<const float*>(number);
   }
-  POSENC_CHECK(args.dropout_p >= 0 && args.dropout_p <= 1, op, "dropout_p must lie in [0, 1], got ", args.dropout_p);
-  POSENC_CHECK((args.seed != nullptr) == (args.dropout_p > 0), op, "seed must be given with dropout_p, got dropout_p ",
-               args.dropout_p, args.seed ? " and a seed" : " and no seed");
-  if (args.seed == nullptr) return;
-  check_number(*args.seed, "seed", like, like_name, op);
-  POSENC_CHECK(args.seed->scalar_type() == ScalarType::Long, op, "seed must have dtype int64, got ",
-               text(args.seed->scalar_type()));
-  params.dropout.threshold = static_cast<uint32_t>(std::lround(args.dropout_p * 65536));
-  if (params.dropout.threshold == 0) return;
-  params.dropout.seed = static_cast<const int64_t*>(args.seed->const_data_ptr());
-  const double kept = 65536.0 - params.dropout.threshold;
-  params.dropout.factor = kept == 0 ? 0 : 65536 / kept;
+  params.dropout = dropout_of(args.dropout_p, args.seed, like, like_name, op);
 }
 
 // The table, whose columns are then contiguous.

@@ -65,6 +65,12 @@ const bool defined = [] {
     define(name,
            "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool "
            "scale_grad_by_freq) -> (Tensor rows, Tensor values)");
+  // The gradient of what dropout was applied to: its tokens are numbered as in the forward.
+  const std::string general_backward =
+      "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool scale_grad_by_freq, "
+      "Tensor? seed=None, *, float dropout_p=0.0, SymInt first_column=0, SymInt d_model=-1) ";
+  define("embed_general_backward", general_backward + "-> Tensor");
+  define("embed_general_backward_sparse", general_backward + "-> (Tensor rows, Tensor values)");
   for (const char* name : {"add_positional_encoding", "_add_positional_encoding_fwd"})
     define(name, "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor");
   define("add_positional_encoding_out",
