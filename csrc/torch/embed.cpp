@@ -381,7 +381,7 @@ void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int6
 EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, const std::optional<Tensor>& seed,
                    const std::optional<Tensor>& encoding_scale_tensor, const std::optional<Tensor>& frequencies,
                    const std::optional<Tensor>& position_table, int64_t offset, double base, int64_t flags,
-                   double token_scale, double encoding_scale, double dropout_p) {
+                   double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
   const char* op = "add_general";
   return {.op = op,
           .spec = {base, flags, op},
@@ -389,6 +389,8 @@ EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, cons
           .offset = offset,
           .token_scale = token_scale,
           .x = &x,
+          .d_model = d_model,
+          .first_column = first_column,
           .encoding_scale = encoding_scale,
           .encoding_scale_tensor = given(encoding_scale_tensor),
           .frequencies = given(frequencies),
@@ -401,19 +403,17 @@ Tensor add_general(Tensor x, std::optional<Tensor> positions, std::optional<Tens
                    std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies,
                    std::optional<Tensor> position_table, int64_t offset, double base, int64_t flags, double token_scale,
                    int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
-  EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, frequencies, position_table, offset, base, flags,
-                            token_scale, encoding_scale, dropout_p);
-  args.first_column = first_column;
-  args.d_model = d_model;
-  return *run(args);
+  return *run(add_args(x, positions, seed, encoding_scale_tensor, frequencies, position_table, offset, base, flags,
+                       token_scale, first_column, d_model, encoding_scale, dropout_p));
 }
 
 void add_general_out(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
                      std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies,
                      std::optional<Tensor> position_table, int64_t offset, double base, int64_t flags,
-                     double token_scale, double encoding_scale, double dropout_p, Tensor out) {
+                     double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p,
+                     Tensor out) {
   EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, frequencies, position_table, offset, base, flags,
-                            token_scale, encoding_scale, dropout_p);
+                            token_scale, first_column, d_model, encoding_scale, dropout_p);
   args.out = &out;
   run(args);
 }

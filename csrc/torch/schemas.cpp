@@ -78,11 +78,9 @@ const bool defined = [] {
   const std::string add_general =
       "(Tensor x, Tensor? positions=None, Tensor? seed=None, Tensor? encoding_scale_tensor=None, Tensor? "
       "frequencies=None, Tensor? position_table=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float "
-      "token_scale=1.0, ";
-  define("add_general", add_general +
-                            "SymInt first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0) "
-                            "-> Tensor");
-  define("add_general_out", add_general + "float encoding_scale=1.0, float dropout_p=0.0, Tensor(a!) out) -> ()");
+      "token_scale=1.0, SymInt first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0";
+  define("add_general", add_general + ") -> Tensor");
+  define("add_general_out", add_general + ", Tensor(a!) out) -> ()");
   define("positional_encoding",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
   define("positional_encoding_out",

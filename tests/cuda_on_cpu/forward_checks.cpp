@@ -459,7 +459,7 @@ void check_widths(const Options& options) {
           what.width = width;
           what.batch = 2, what.seq = 3;
           what.given = kGiven[width % 4];
-          what.divisor = width % 2 == 0 ? Divisor::half_minus_1 : Divisor::d;
+          what.divisor = width % 2 == 0 ? Divisor::half_minus_1 : width % 3 == 0 ? Divisor::half : Divisor::d;
           what.precision = kBothPrecisions[width / 2 % 2];
           check_case(what);
         }
@@ -676,7 +676,7 @@ void check_mixtures(const Options& options) {
     const auto one_in = [&](int64_t n) { return random.below(n) == 0; };
     ForwardCase what{dtypes(options)[random.below(options.few ? 2 : 4)], kSources[random.below(3)],
                      random.below(kTestLayouts), odd_rule(random.below(3))};
-    what.divisor = one_in(2) ? Divisor::d : Divisor::half_minus_1;
+    what.divisor = static_cast<Divisor>(random.below(kDivisors));
     what.precision = kBothPrecisions[random.below(2)];
     what.given = kGiven[random.below(4)];
     what.seq = 1 + random.below(one_in(4) ? 40 : 7);
