@@ -149,6 +149,12 @@ POSENC_HD void deinterleave(FloatVector a, FloatVector b, FloatVector& even, Flo
   const __m512i odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
   even = bit_cast<FloatVector>(_mm512_permutex2var_ps(x, evens, y));
   odd = bit_cast<FloatVector>(_mm512_permutex2var_ps(x, odds, y));
+#elif POSENC_VECTOR_BYTES == 32
+  // Within halves of 128 bits, and then the quarters in order.
+  const __m256 x = bit_cast<__m256>(a), y = bit_cast<__m256>(b);
+  const auto in_order = [](__m256 v) { return _mm256_permute4x64_pd(bit_cast<__m256d>(v), _MM_SHUFFLE(3, 1, 2, 0)); };
+  even = bit_cast<FloatVector>(in_order(_mm256_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0))));
+  odd = bit_cast<FloatVector>(in_order(_mm256_shuffle_ps(x, y, _MM_SHUFFLE(3, 1, 3, 1))));
 #else
   for (int64_t i = 0; i < kLanes<float> / 2; ++i) {
     even[i] = a[2 * i], odd[i] = a[2 * i + 1];
