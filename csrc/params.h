@@ -142,6 +142,7 @@ struct BackwardParams {
   bool scale_by_frequency = false;
   void* out = nullptr;  // contiguous
   double token_scale = 1.0;
+  Dropout dropout;  // of grad, whose tokens are numbered in their order
 };
 
 // The order of a sum is part of its result, on every backend: the tokens of a segment are added in token order in

@@ -151,7 +151,8 @@ def _radians(spec: _Spec, width: int, pairs: int, device: torch.device) -> Tenso
 
 def _frequencies(spec: _Spec, width: int, pairs: int, device: torch.device) -> Tensor:
     """Of precision reference, float32 [pairs], to the bit (csrc/frequency.cpp)."""
-    numerator, denominator = (2, width) if spec.divisor == "d" else (1, max(width // 2 - 1, 1))
+    half = width // 2 - (spec.divisor == "half_minus_1")
+    numerator, denominator = (2, width) if spec.divisor == "d" else (1, max(half, 1))
     step = float(np.float32(-(math.log(spec.base) / denominator)))
     exponent = _range(numerator * pairs, device, numerator).to(torch.float32) * step
     return exponent.to(torch.float64).exp().to(torch.float32)
@@ -361,6 +362,8 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "_embed_bwd": _embed_backward,
     "embed_backward_sparse": _embed_backward_sparse,
     "_embed_bwd_sparse": _embed_backward_sparse,
+    "embed_general_backward": _embed_backward,
+    "embed_general_backward_sparse": _embed_backward_sparse,
     "embed_general_out": _embed_out,
     "add_general": _add,
     "add_general_out": _add_out,

@@ -16,7 +16,7 @@ Nested jagged tensors of ids or activations give nested jagged results; their po
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -37,6 +37,7 @@ from posenc_ext.conventions import (
     Spec,
     resolve,
 )
+from posenc_ext.ops import blocks as _blocks
 from posenc_ext.ops import compose as _compose
 from posenc_ext.ops import elements as _elements
 from posenc_ext.ops import encode as _encode
@@ -63,15 +64,19 @@ _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _embed_out = _ops.embed_out.default
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
-torch.fx.wrap("positional_encoding")  # torch.fx.symbolic_trace may have a symbol for the length
+for _name in ("positional_encoding", "positional_encoding_nd", "add_positional_encoding_nd"):
+    torch.fx.wrap(_name)  # torch.fx.symbolic_trace may have a symbol for the length
 
 __all__ = [
     "add_positional_encoding",
+    "add_positional_encoding_nd",
     "angular_frequencies",
     "broadcast_positions",
     "check_integer",
     "embed",
+    "grid_positions",
     "positional_encoding",
+    "positional_encoding_nd",
     "positions_from_cu_seqlens",
     "positions_from_padding",
     "positions_from_sequence_ids",
@@ -360,6 +365,124 @@ def positional_encoding(
     except Exception:
         _explain_positions(positions_or_length)
         _explain("positional_encoding", frequencies=frequencies, out=out)
+        raise
+
+
+def grid_positions(*sizes: int, device: torch.device | str | None = None) -> Tensor:
+    """The index of each cell of a grid along each axis: int64 [*sizes, len(sizes)], first axis first.
+
+    For an image grid_positions(height, width) holds (y, x), .flip(-1) turns it into (x, y). The cells of
+    .flatten(0, -2) are in row-major order.
+    """
+    if not sizes:
+        raise ValueError("posenc_ext::grid_positions: sizes must have at least 1 number, got none")
+    index = [torch.arange(size, device=device) for size in sizes]
+    return torch.stack(torch.meshgrid(*index, indexing="ij"), dim=-1)
+
+
+def add_positional_encoding_nd(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    widths: Sequence[int] | None = None,
+    order: str = "axes",
+    token_scale: float = 1.0,
+    convention: str | Convention = "vaswani",
+    precision: str | None = None,
+    encoding_scale: float | Tensor = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`x * token_scale + PE` of positions on several axes, in one pass.
+
+    Each axis is encoded in columns of its own. What projects compute is in docs/recipes.md.
+
+    Args:
+        x: activations [..., d_model], in the dtypes of `embed`.
+        positions: [..., n], a number for each of n axes; broadcastable to the tokens of `x`.
+        widths: columns of each axis, whose encoding is that of such a width; None for equal even ones, the least that
+            hold d_model. What the last of them have beyond d_model is cut off (positional-encodings).
+        order: `"axes"`: the columns of the first axis, then those of the second...; `"functions"`: the first halves of
+            all axes, then the second halves, so all sines before all cosines (timm).
+        token_scale, convention, precision, encoding_scale: as in `add_positional_encoding`; the first position of a
+            convention plays no part.
+        out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
+
+    Returns:
+        A tensor of the shape and dtype of `x`.
+
+    Raises:
+        ValueError: an argument that does not fit.
+        NotImplementedError: `x` is a DTensor.
+    """
+    op = "add_positional_encoding_nd"
+    try:
+        if not isinstance(x, Tensor) or x.is_nested or is_dtensor(x):
+            _explain(op, x=x)
+            text = "x must not be nested" if x.is_nested else "x must not be a DTensor; encode x.to_local()"
+            raise NotImplementedError(f"posenc_ext::{op}: {text}")
+        if has_torch_function_variadic(x, positions):
+            return _overridden(add_positional_encoding_nd, "x", locals())
+        if x.dim() == 0 or positions.dim() == 0:
+            name, shape = ("x", "[..., d_model]") if x.dim() == 0 else ("positions", "[..., n]")
+            raise ValueError(f"posenc_ext::{op}: {name} must have shape {shape}, got a scalar")
+        chosen = resolve(convention)
+        blocks = _blocks.blocks_of(op, positions.shape[-1], x.shape[-1], widths, order, chosen.layout)
+        each = [broadcast_positions(p, x.shape[:-1], True, op) for p in positions.unbind(-1)]
+        general = _elements.arguments(op, x, encoding_scale, 0.0) or {}
+        call = (x, each, blocks, chosen.spec(precision), float(token_scale), general)
+        if out is None:
+            return _blocks.run(*call)
+        _check_out(op, out, "x", x, general)
+        _check_history(op, {"positions": positions})
+        if out.shape != x.shape:
+            raise ValueError(f"posenc_ext::{op}: out must have shape {list(x.shape)}, got {list(out.shape)}")
+        if _is_compiling():  # which knows no out= that is a block of columns
+            return out.copy_(_blocks.run(*call))
+        _blocks.write(out, *call)
+        return _bump_version(out)
+    except Exception:
+        _explain(op, x=x, positions=positions, out=out)
+        raise
+
+
+def positional_encoding_nd(
+    positions: Tensor,
+    d_model: int,
+    *,
+    widths: Sequence[int] | None = None,
+    order: str = "axes",
+    convention: str | Convention = "vaswani",
+    precision: str | None = None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The encoding of positions on several axes itself.
+
+    Args:
+        positions: [..., n], a number for each of n axes: those of `grid_positions`, or any others.
+        d_model: width D.
+        widths, order, convention, precision: as in `add_positional_encoding_nd`.
+        dtype: of the result; None for `torch.get_default_dtype()`.
+        out: tensor to write into, [*positions.shape[:-1], d_model]; its dtype is used.
+
+    Returns:
+        [*positions.shape[:-1], d_model].
+
+    Raises:
+        ValueError: an argument that does not fit.
+    """
+    op = "positional_encoding_nd"
+    try:
+        if has_torch_function_unary(positions) or positions.is_nested:
+            return _overridden(positional_encoding_nd, "positions", locals())
+        chosen = (dtype or torch.get_default_dtype()) if out is None else out.dtype
+        # -0 + e is e, to the bit.
+        nothing = torch.full((d_model,), -0.0, dtype=chosen, device=positions.device)
+        x = nothing.expand(*positions.shape[:-1], d_model)
+        options = {"widths": widths, "order": order, "convention": convention, "precision": precision}
+        return add_positional_encoding_nd(x, positions, out=out, **options)  # type: ignore[arg-type]
+    except Exception:
+        _explain(op, positions=positions, out=out)
         raise
 
 

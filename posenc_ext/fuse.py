@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc_ext import functional, reference
-from posenc_ext.checkpoints import follows, is_table
+from posenc_ext.identify import follows, is_table
 from posenc_ext.modules import Embeddings, PositionalEncoding, TransformerEmbedding
 from posenc_ext.plain import is_plain
 
@@ -324,7 +324,7 @@ def _off(twin: _Pair, recipe: dict[str, Any], probes: list[Tensor]) -> tuple[boo
             layer = _layer(twin, **recipe).train(training)
             got, want = (_called(module, ids).double() for module in (twin.sequence.train(training), layer))
             error = (got - want).abs().nan_to_num(nan=math.inf)
-            # The tolerance of a table is that of checkpoints.distance. Dropout doubles it.
+            # The tolerance of a table is that of identify.distance. Dropout doubles it.
             rounding = 4 * eps + 2e-6 + 8e-7 * (max(ids.shape, default=1) + 2) + 2 * eps * want.abs()
             worst = max(worst, (float((error / rounding).max()), float(error.max())))
         if worst[0] > 1:

@@ -80,14 +80,14 @@ struct Framework {
 //
 // The device finds an out-of-range index after the call has returned. The first call after that raises it
 // (std::out_of_range). With POSENC_EXT_SYNC_ERRORS=1 the call itself raises it. Nothing is raised while a graph is
-// captured. The first call on a device waits for what is set up there.
+// captured. The first call on a device waits for what is set up there; under capture, the graph does when it runs.
 class Call {
  public:
   // `device` must be the current one, and `stream` the one that is current there. Raises what earlier calls have left.
   Call(Op op, int device, void* stream, const Framework& framework);
 
   const Launch& launch() const { return launch_; }
-  // The table in memory of the device. Its first use uploads it and waits for that. Up to kKeptTableBytes stay there,
+  // The table in memory of the device. Its first use uploads it and waits likewise. Up to kKeptTableBytes stay there,
   // and every table that a graph under capture uses. Any other is uploaded by each call, in the order of its stream, to
   // `scratch(bytes)`, which the caller must not free before the kernels are queued.
   Frequencies frequencies(const FrequencyTable& table, const std::function<void*(int64_t)>& scratch) const;

@@ -3,8 +3,6 @@
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
-#include <cmath>
-
 #include "../frequency.h"
 #include "../spec.h"
 #include "cuda_call.h"
@@ -57,22 +55,6 @@ void check_out(const Tensor& out, const std::vector<int64_t>& sizes, ScalarType 
                text(strides));
 }
 
-// A shard of `size` rows or columns of a whole.
-void check_part(const char* op, const char* first_name, int64_t first, int64_t size, const char* whole_name,
-                int64_t whole) {
-  POSENC_CHECK(size <= whole, op, whole_name, " must be at least the ", size, " of this shard, got ", whole);
-  POSENC_CHECK(first >= 0 && first <= whole - size, op, first_name, " must lie in [0, ", whole - size, "], got ",
-               first);
-}
-
-// A tensor of one number that the kernels read.
-void check_number(const Tensor& tensor, const char* name, const Tensor& like, const char* like_name, const char* op) {
-  check_defined(tensor, op, name);
-  check_same_device(tensor, name, like, like_name, op);
-  check_storage(tensor, op, name);
-  POSENC_CHECK(tensor.numel() == 1, op, name, " must hold one number, got shape ", text(tensor.sizes()));
-}
-
 // What is done at padding and by dropout, checked.
 void set_general(ForwardParams& params, const EmbedArgs& args, const Tensor& like, const char* like_name) {
   const char* op = args.op;
@@ -92,18 +74,7 @@ void set_general(ForwardParams& params, const EmbedArgs& args, const Tensor& lik
     if (!like.is_cpu()) params.encoding.scale_on_device = number;
     else params.encoding.scale *= fp64 ? *static_cast<const double*>(number) : *static_cast<const float*>(number);
   }
-  POSENC_CHECK(args.dropout_p >= 0 && args.dropout_p <= 1, op, "dropout_p must lie in [0, 1], got ", args.dropout_p);
-  POSENC_CHECK((args.seed != nullptr) == (args.dropout_p > 0), op, "seed must be given with dropout_p, got dropout_p ",
-               args.dropout_p, args.seed ? " and a seed" : " and no seed");
-  if (args.seed == nullptr) return;
-  check_number(*args.seed, "seed", like, like_name, op);
-  POSENC_CHECK(args.seed->scalar_type() == ScalarType::Long, op, "seed must have dtype int64, got ",
-               text(args.seed->scalar_type()));
-  params.dropout.threshold = static_cast<uint32_t>(std::lround(args.dropout_p * 65536));
-  if (params.dropout.threshold == 0) return;
-  params.dropout.seed = static_cast<const int64_t*>(args.seed->const_data_ptr());
-  const double kept = 65536.0 - params.dropout.threshold;
-  params.dropout.factor = kept == 0 ? 0 : 65536 / kept;
+  params.dropout = dropout_of(args.dropout_p, args.seed, like, like_name, op);
 }
 
 // The table, whose columns are then contiguous.
@@ -410,7 +381,7 @@ void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int6
 EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, const std::optional<Tensor>& seed,
                    const std::optional<Tensor>& encoding_scale_tensor, const std::optional<Tensor>& frequencies,
                    const std::optional<Tensor>& position_table, int64_t offset, double base, int64_t flags,
-                   double token_scale, double encoding_scale, double dropout_p) {
+                   double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
   const char* op = "add_general";
   return {.op = op,
           .spec = {base, flags, op},
@@ -418,6 +389,8 @@ EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, cons
           .offset = offset,
           .token_scale = token_scale,
           .x = &x,
+          .d_model = d_model,
+          .first_column = first_column,
           .encoding_scale = encoding_scale,
           .encoding_scale_tensor = given(encoding_scale_tensor),
           .frequencies = given(frequencies),
@@ -430,19 +403,17 @@ Tensor add_general(Tensor x, std::optional<Tensor> positions, std::optional<Tens
                    std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies,
                    std::optional<Tensor> position_table, int64_t offset, double base, int64_t flags, double token_scale,
                    int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
-  EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, frequencies, position_table, offset, base, flags,
-                            token_scale, encoding_scale, dropout_p);
-  args.first_column = first_column;
-  args.d_model = d_model;
-  return *run(args);
+  return *run(add_args(x, positions, seed, encoding_scale_tensor, frequencies, position_table, offset, base, flags,
+                       token_scale, first_column, d_model, encoding_scale, dropout_p));
 }
 
 void add_general_out(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
                      std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies,
                      std::optional<Tensor> position_table, int64_t offset, double base, int64_t flags,
-                     double token_scale, double encoding_scale, double dropout_p, Tensor out) {
+                     double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p,
+                     Tensor out) {
   EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, frequencies, position_table, offset, base, flags,
-                            token_scale, encoding_scale, dropout_p);
+                            token_scale, first_column, d_model, encoding_scale, dropout_p);
   args.out = &out;
   run(args);
 }

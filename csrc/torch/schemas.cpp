@@ -65,6 +65,12 @@ const bool defined = [] {
     define(name,
            "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool "
            "scale_grad_by_freq) -> (Tensor rows, Tensor values)");
+  // The gradient of what dropout was applied to: its tokens are numbered as in the forward.
+  const std::string general_backward =
+      "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool scale_grad_by_freq, "
+      "Tensor? seed=None, *, float dropout_p=0.0, SymInt first_column=0, SymInt d_model=-1) ";
+  define("embed_general_backward", general_backward + "-> Tensor");
+  define("embed_general_backward_sparse", general_backward + "-> (Tensor rows, Tensor values)");
   for (const char* name : {"add_positional_encoding", "_add_positional_encoding_fwd"})
     define(name, "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor");
   define("add_positional_encoding_out",
@@ -72,11 +78,9 @@ const bool defined = [] {
   const std::string add_general =
       "(Tensor x, Tensor? positions=None, Tensor? seed=None, Tensor? encoding_scale_tensor=None, Tensor? "
       "frequencies=None, Tensor? position_table=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float "
-      "token_scale=1.0, ";
-  define("add_general", add_general +
-                            "SymInt first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0) "
-                            "-> Tensor");
-  define("add_general_out", add_general + "float encoding_scale=1.0, float dropout_p=0.0, Tensor(a!) out) -> ()");
+      "token_scale=1.0, SymInt first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0";
+  define("add_general", add_general + ") -> Tensor");
+  define("add_general_out", add_general + ", Tensor(a!) out) -> ()");
   define("positional_encoding",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
   define("positional_encoding_out",

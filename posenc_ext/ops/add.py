@@ -140,7 +140,8 @@ def _save_general(
 
 
 def _add_general_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    of_sum, _, found = elements.gradients(ctx, grad)
+    _, dropout, found = elements.gradients(ctx, grad)
+    of_sum = compose.dropped(grad, **dropout) if dropout else grad
     return elements.in_order(_add_general, {"x": of_sum * ctx.elements["token_scale"], **found})
 
 

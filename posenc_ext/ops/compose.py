@@ -69,6 +69,17 @@ def embed(
     return result if elsewhere is None else result.masked_fill(elsewhere.unsqueeze(-1), -0.0)
 
 
+def dropped(x: Tensor, seed: Tensor, dropout_p: float, first_column: int = 0, d_model: int = -1) -> Tensor:
+    """What dropout leaves of x, as in the op `add_general`."""
+    part = {"dropout_p": dropout_p, "first_column": first_column, "d_model": d_model, "flags": NO_ENCODING.flags}
+    if not needed():
+        result: Tensor = torch.ops.posenc_ext.add_general.default(x, seed=seed, **part)
+        return result
+    factor = torch.ones(x.shape, dtype=_wide(x.dtype), device=x.device)
+    factor = torch.ops.posenc_ext.add_general.default(factor, seed=seed, **part)
+    return torch.where(factor != 0, x * factor, 0.0).to(x.dtype)
+
+
 def weight_gradient(call: GradientCall, sparse: bool) -> Tensor:
     """As the op `embed_backward`."""
     if sparse:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posenc_ext.conventions import AT_PADDING, NO_ENCODING, SEQUENCE_FIRST, Spec
+from posenc_ext.conventions import AT_PADDING, Spec
 from posenc_ext.ops import compose, encode
 from posenc_ext.ops.call import GradientCall
 from posenc_ext.ops.tracing import is_traced
@@ -63,25 +63,23 @@ def save(ctx: Any, given: Mapping[str, Any], input: Tensor | None = None) -> Non
     ctx.elements = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
 
 
-def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor | None]]:
-    """The gradient of the sum that dropout was applied to, the saved input, and those of the parts of the encoding."""
+def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, dict[str, Any], dict[str, Tensor | None]]:
+    """The saved input, the arguments of dropout where it took place, and the gradients of the parts of the encoding."""
     input, seed, *of_encoding = ctx.saved_tensors  # once: checkpoints make them again at each look
-    given = ctx.elements
+    given, dropout = ctx.elements, {}
     if seed is not None:
-        # The same elements are dropped. Tokens are numbered in the order of memory.
-        flags = NO_ENCODING.flags | given["flags"] & SEQUENCE_FIRST
-        part = {name: given[name] for name in ("dropout_p", "first_column", "d_model")}
-        grad = _ops.add_general(grad, seed=seed, flags=flags, **part)
+        dropout = {"seed": seed, **{name: given[name] for name in ("dropout_p", "first_column", "d_model")}}
     if not any(ctx.trained):
-        return grad, input, {}
+        return input, dropout, {}
+    of_sum = compose.dropped(grad, **dropout) if dropout else grad
     positions, scale, frequencies, table = of_encoding
     *trained, table_trained = ctx.trained
     without, found = _without_encoding(input, given), {}
     if any(trained):
-        found = _encoding_gradients(grad, without, positions, scale, frequencies, table, trained, given)
+        found = _encoding_gradients(of_sum, without, positions, scale, frequencies, table, trained, given)
     if table_trained:
-        found["position_table"] = _table_gradient(grad, without, positions, scale, ctx.table_rows, given)
-    return grad, input, found
+        found["position_table"] = _table_gradient(of_sum, without, positions, scale, ctx.table_rows, given)
+    return input, dropout, found
 
 
 def in_order(op: Any, found: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:

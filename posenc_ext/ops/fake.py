@@ -212,7 +212,7 @@ def _encode_general(op: str, dtype: int = 0, **arguments: Any) -> Tensor:
     return _encode(op, dtype=DTYPES[dtype], **arguments)
 
 
-def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) -> Any:
+def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, d_model: int = -1, **_: Any) -> Any:
     _check_floating(op, "grad", grad.dtype)
     _check_integers(op, "input", input)
     _check_device(op, "input", input, grad, "grad")
@@ -220,8 +220,9 @@ def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) 
     text = f"grad must have the shape of input {list(input.shape)} and one axis more, got {list(grad.shape)}"
     _require(good, op, text)
     _check_width(op, grad.shape[-1])
+    _check_whole(op, "d_model", d_model, grad.shape[-1])
     _require(num_weights >= 0, op, f"num_weights must not be negative, got {num_weights}")
-    if op == "embed_backward":
+    if not op.endswith("sparse"):
         return grad.new_empty((num_weights, grad.shape[-1]))
     count = torch.library.get_ctx().new_dynamic_size()
     return grad.new_empty((count,), dtype=torch.int64), grad.new_empty((count, grad.shape[-1]))
@@ -278,6 +279,8 @@ for _op, _check, *_names in (
     ("embed_general", _embed, "embed_general", "embed_general_out"),
     ("embed_backward", _gradient, "embed_backward", "_embed_bwd"),
     ("embed_backward_sparse", _gradient, "embed_backward_sparse", "_embed_bwd_sparse"),
+    ("embed_general_backward", _gradient, "embed_general_backward"),
+    ("embed_general_backward_sparse", _gradient, "embed_general_backward_sparse"),
     ("add_positional_encoding", _add, "add_positional_encoding", "_add_positional_encoding_fwd"),
     ("add_positional_encoding", _add, "add_positional_encoding_out"),
     ("add_general", _add, "add_general", "add_general_out"),

@@ -459,7 +459,7 @@ void check_widths(const Options& options) {
           what.width = width;
           what.batch = 2, what.seq = 3;
           what.given = kGiven[width % 4];
-          what.divisor = width % 2 == 0 ? Divisor::half_minus_1 : Divisor::d;
+          what.divisor = width % 2 == 0 ? Divisor::half_minus_1 : width % 3 == 0 ? Divisor::half : Divisor::d;
           what.precision = kBothPrecisions[width / 2 % 2];
           check_case(what);
         }
@@ -676,7 +676,7 @@ void check_mixtures(const Options& options) {
     const auto one_in = [&](int64_t n) { return random.below(n) == 0; };
     ForwardCase what{dtypes(options)[random.below(options.few ? 2 : 4)], kSources[random.below(3)],
                      random.below(kTestLayouts), odd_rule(random.below(3))};
-    what.divisor = one_in(2) ? Divisor::d : Divisor::half_minus_1;
+    what.divisor = static_cast<Divisor>(random.below(kDivisors));
     what.precision = kBothPrecisions[random.below(2)];
     what.given = kGiven[random.below(4)];
     what.seq = 1 + random.below(one_in(4) ? 40 : 7);
@@ -924,6 +924,25 @@ void check_positions_out_of_range(const Options& options) {
         }
 }
 
+// The same where a block has threads along the columns alone, so that one thread has every token in turn: each place in
+// flight, far positions before near ones.
+void check_tokens_of_one_thread(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const int64_t layout : {kInterleaved, kCosSin})
+      for (const auto& [batch, seq] : {std::pair{1, 9}, {2, 6}, {9, 1}, {7, 2}})
+        for (const Given given : {Given::nothing, Given::for_seq}) {
+          if (options.few && batch * seq > 9) continue;
+          ForwardCase what{dtype, Source::gathered, layout};
+          what.batch = batch, what.seq = seq;
+          what.width = (layout == kCosSin ? 8192 : 4096) / element_size(dtype);
+          what.given = given;
+          what.resident_threads = 1;
+          what.seed = static_cast<uint64_t>(seq);
+          check_case(what);
+          for (int64_t place = 0; place < what.tokens(); ++place) check_out_of_range_at(what, {place});
+        }
+}
+
 void check_bounds(const Options& options) {
   Random random(11);
   for (const bool is_int64 : {true, false})
@@ -1073,6 +1092,7 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: out of range in loops")) check_out_of_range_in_loops(options);
   if (begin_group(options, "forward: tokens in flight")) check_tokens_in_flight(options);
   if (begin_group(options, "forward: positions out of range")) check_positions_out_of_range(options);
+  if (begin_group(options, "forward: tokens of one thread")) check_tokens_of_one_thread(options);
   if (begin_group(options, "bounds check")) check_bounds(options);
   if (!options.few && begin_group(options, "forward: far apart")) check_far_apart(options);
   if (!options.few && begin_group(options, "forward: long batches")) check_long_batches();

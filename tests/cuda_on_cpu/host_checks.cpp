@@ -528,9 +528,11 @@ void check_streams_of_others() {
 // ---- captures
 
 // Captures calls on a stream of device 0; null if the capture became invalid.
-cudaGraph_t capture(cudaStream_t stream, const std::function<void()>& calls) {
+cudaGraph_t capture(cudaStream_t stream, const std::function<void()>& calls, bool may_wait = false) {
+  const int64_t waits = fake_cuda::waits();
   cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
   expect_nothing(calls, "captured calls");
+  expect(may_wait || fake_cuda::waits() == waits, "nothing waits in a capture");
   cudaGraph_t graph = nullptr;
   expect(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "the capture is valid");
   return graph;
@@ -582,6 +584,20 @@ void check_first_use_in_a_capture() {
   fake_cuda::replay(graph, stream);
   wait(0, stream);
   expect(same(embed(Inputs(kCpu)), results), "what was set up during a capture");
+  // A call on another stream finds it too.
+  capture(stream, [&] { results = embed_of_another_base(in); });
+  const cudaStream_t other = new_stream(0);
+  fake_torch::set_stream(0, other);
+  expect_right_results(0, other);
+}
+
+// By a call without frequencies.
+void check_first_use_of_the_record() {
+  fake_torch::set_device(0);
+  const Inputs in(0);
+  in.id(1) = 99;
+  backward(in);
+  expect_raised([] { posenc::cuda::check_errors(); }, "got 99", "the first call of all");
 }
 
 void check_that_captures_raise_nothing() {
@@ -620,16 +636,19 @@ void check_beside_a_capture() {
       };
       Tensors results;
       const Inputs in(0);
-      const auto graph = capture(captured, [&] {
-        if (!first_use) results = embed(in);
-        if (other_thread) std::thread(calls).join();
-        else calls();
-        expect_nothing([] { posenc::cuda::check_errors(); }, "asking in a capture");
-        for (Op op : {check_ids, sparse_backward}) {
-          const std::string text = raised<std::runtime_error>([&] { op(in); });
-          expect(holds(text, "a call that waits for the device cannot be captured"), "refused: '" + text + "'");
-        }
-      });
+      const auto graph = capture(
+          captured,
+          [&] {
+            if (!first_use) results = embed(in);
+            if (other_thread) std::thread(calls).join();
+            else calls();
+            expect_nothing([] { posenc::cuda::check_errors(); }, "asking in a capture");
+            for (Op op : {check_ids, sparse_backward}) {
+              const std::string text = raised<std::runtime_error>([&] { op(in); });
+              expect(holds(text, "a call that waits for the device cannot be captured"), "refused: '" + text + "'");
+            }
+          },
+          true);
       if (graph == nullptr || first_use) continue;
       fake_cuda::replay(graph, captured);
       wait(0, captured);
@@ -645,10 +664,13 @@ void check_beside_a_capture_of_a_blocking_stream() {
   cudaStream_t blocking = nullptr;
   cudaStreamCreateWithFlags(&blocking, cudaStreamDefault);
   fake_torch::set_stream(0, blocking);
-  capture(blocking, [] {
-    embed(Inputs(0));
-    posenc::cuda::check_errors();
-  });
+  capture(
+      blocking,
+      [] {
+        embed(Inputs(0));
+        posenc::cuda::check_errors();
+      },
+      true);
 }
 
 // What outlives a call is torch's memory, and none of a graph.
@@ -860,6 +882,7 @@ const Check kChecks[] = {
     {"streams of others", check_streams_of_others},
     {"replays", check_replays},
     {"first use in a capture", check_first_use_in_a_capture},
+    {"first use of the record", check_first_use_of_the_record},
     {"captures raise nothing", check_that_captures_raise_nothing},
     {"beside a capture", check_beside_a_capture},
     {"beside a blocking stream", check_beside_a_capture_of_a_blocking_stream},
