@@ -126,13 +126,22 @@ void visit_column_blocks(const Columns& whole, int64_t first, int64_t width, con
 // The frequencies of one width, in both precisions, in memory of the backend. Each array is padded (kFrequencyPadding),
 // so that whole vectors can be loaded past the last pair.
 struct Frequencies {
-  const uint32_t* turns[4] = {};   // exact: bits of w / 2pi, most significant word first
+  const uint32_t* turns[4] = {};   // exact: the fraction of w / 2pi, most significant word first
   const float* angular = nullptr;  // reference: w as an fp32 table builder forms it
+
+  // Of frequencies that a caller gives (given_frequencies.h). Those of a spec are at most 1.
+  // exact: whole turns of w / 2pi, modulo 2^32. Then turns are of |w|, and angular is 0 with the sign of w, or NaN
+  // where there is no encoding.
+  const uint32_t* whole_turns = nullptr;
+  float largest = 1;  // no magnitude is above it; on a GPU not known for those that are given
+
+  POSENC_HD bool given() const { return whole_turns != nullptr; }
 
   Frequencies from(int64_t pair) const {
     Frequencies result = *this;
     for (const uint32_t*& words : result.turns) words += pair;
     result.angular += pair;
+    if (given()) result.whole_turns += pair;
     return result;
   }
 };

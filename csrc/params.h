@@ -33,11 +33,21 @@ struct Integers {
   }
 };
 
+// A float32 or float64 tensor of positions.
+struct Floats {
+  const void* data = nullptr;
+  bool is_float64 = true;
+  POSENC_HD double operator[](int64_t index) const {
+    return is_float64 ? static_cast<const double*>(data)[index] : static_cast<const float*>(data)[index];
+  }
+};
+
 // position = offset + (running ? t : 0) + given[b, t], where no `given` reads as 0.
 struct Positions {
   int64_t offset = 0;
   bool running = true;
   Integers given;
+  Floats floats;  // in place of `given`
   TokenStrides strides;
   // Whether all rows of the batch have the same positions: then one encoding serves them all.
   POSENC_HD bool shared() const { return strides.batch == 0; }
@@ -88,10 +98,10 @@ struct ForwardParams {
   AtPadding at_padding = AtPadding::embed;
   Dropout dropout;
 
-  // Whether an element is more than scale * base + encoding.
+  // Whether a call asks for more than scale * base + the encoding of an integer position.
   bool general() const {
     return dropout.seed != nullptr || at_padding != AtPadding::embed || encoding.scale != 1 ||
-           encoding.scale_on_device != nullptr;
+           encoding.scale_on_device != nullptr || positions.floats.data != nullptr || encoding.frequencies.given();
   }
 };
 

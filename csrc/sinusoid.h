@@ -4,12 +4,14 @@
 // reduction modulo 2*pi is integer overflow, exact and free of branches. Two kinds of angles are reduced:
 //   exact      phase = |p| * w / 2pi, with w / 2pi kept to 96 (fp32 results) or 128 bits (fp64 results)
 //   reference  the fp32 product fl32(|p|) * fl32(w), the angle that fp32 tables are built from
-// Positions enter by magnitude; the caller flips the sine of a negative one, so sin(-p) = -sin(p) holds exactly.
+// Positions enter by magnitude; the caller flips the sine of a negative one, so sin(-p) = -sin(p) holds exactly. Those
+// that are no integers are held in fixed point too, with 64 bits of fraction.
 //
 // Results must not depend on the instruction set: every fused multiply-add is written out (`fused`), and everything
 // else is built with contraction off.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -162,6 +164,29 @@ POSENC_HD uint64_t exact_phase64(const Frequencies& f, uint64_t p, int64_t k) {
   return p * high + high_product(p, low);
 }
 
+// What the fraction of a position adds to the phase: of turns / 2^32 a turn and, if frequencies are given, of whole
+// turns.
+template <class Uint>
+POSENC_HD Uint phase_of_fraction(Uint high, Uint turns) {
+  return Lane<Uint>::high_product(high, turns);
+}
+template <class Uint>
+POSENC_HD Uint phase_of_fraction(Uint high, Uint low, Uint turns, Uint whole_turns) {
+  return phase_of_fraction(high, turns) + high * whole_turns + Lane<Uint>::high_product(low, whole_turns);
+}
+
+POSENC_HD uint32_t fraction_phase32(const Frequencies& f, uint64_t fraction, int64_t k) {
+  const uint32_t high = static_cast<uint32_t>(fraction >> 32), low = static_cast<uint32_t>(fraction);
+  return f.given() ? phase_of_fraction(high, low, f.turns[0][k], f.whole_turns[k])
+                   : phase_of_fraction(high, f.turns[0][k]);
+}
+
+POSENC_HD uint64_t fraction_phase64(const Frequencies& f, uint64_t fraction, int64_t k) {
+  const uint64_t phase =
+      high_product(fraction, static_cast<uint64_t>(f.turns[0][k]) << 32 | static_cast<uint64_t>(f.turns[1][k]));
+  return f.given() ? phase + fraction * f.whole_turns[k] : phase;
+}
+
 // The fraction of 1 / 2pi, 128 bits of it.
 constexpr uint64_t kInverseTwoPiHigh = 0x28BE60DB9391054Au, kInverseTwoPiLow = 0x7F09D5F47D4D3770u;
 
@@ -223,30 +248,92 @@ POSENC_HD uint64_t wide_angle_phase64(float angle) {
   return shift < 128 ? whole >> (shift - 64) : 0;
 }
 
+// ---- positions
+
+// The number whole + fraction / 2^64.
+struct Position {
+  int64_t whole = 0;
+  uint64_t fraction = 0;
+
+  // Not of a number that is not finite or that no int64 holds. It reads as the smallest, and its encoding is NaN.
+  POSENC_HD bool exists() const { return whole != INT64_MIN || fraction != ~uint64_t{0}; }
+};
+
+// The same without its sign.
+struct Magnitude {
+  uint64_t whole = 0, fraction = 0;
+
+  // Rounded once, unless it has both a fraction and more than 53 bits.
+  POSENC_HD explicit operator float() const {
+    if (fraction == 0) return static_cast<float>(whole);
+    return static_cast<float>(static_cast<double>(whole) + static_cast<double>(fraction) * 0x1p-64);
+  }
+};
+
+// sin(-p) = -sin(p), cos(-p) = cos(p).
+POSENC_HD Magnitude magnitude(const Position& p) {
+  const uint64_t whole = static_cast<uint64_t>(p.whole);
+  if (p.whole >= 0) return {whole, p.fraction};
+  return {p.fraction == 0 ? uint64_t{0} - whole : ~whole, uint64_t{0} - p.fraction};
+}
+
+// What is smaller than 2^-64 is cut off.
+POSENC_HD Position fixed_point(double p) {
+  const double size = p < 0 ? -p : p;
+  if (!(size < 0x1p63)) return {INT64_MIN, ~uint64_t{0}};
+  const int64_t whole = static_cast<int64_t>(size);
+  const uint64_t fraction = static_cast<uint64_t>((size - static_cast<double>(whole)) * 0x1p64);
+  if (p >= 0) return {whole, fraction};
+  return {fraction == 0 ? -whole : ~whole, uint64_t{0} - fraction};
+}
+
 // ---- the encoding of any position, without a shortcut
 
-// Positions enter by magnitude: sin(-p) = -sin(p), cos(-p) = cos(p).
-POSENC_HD uint64_t magnitude(int64_t position) {
-  return position < 0 ? uint64_t{0} - static_cast<uint64_t>(position) : static_cast<uint64_t>(position);
+// Angles of frequencies that are given may be too large for what is kept of 1 / 2pi.
+constexpr float kMostAngle = 0x1p87f;
+
+POSENC_HD SinCos<float> sincos_of_any_angle(float angle, float) {
+  return angle < kMostAngle ? sincos_of_angle(angle) : SinCos<float>{NAN, NAN};
+}
+POSENC_HD SinCos<double> sincos_of_any_angle(float angle, double) {
+  return angle < kMostAngle ? sincos_of_phase64(wide_angle_phase64(angle)) : SinCos<double>{NAN, NAN};
 }
 
-POSENC_HD SinCos<float> sincos_of_pair(const Frequencies& f, Precision precision, uint64_t p, int64_t k, float) {
-  if (precision == Precision::reference) return sincos_of_angle(static_cast<float>(p) * f.angular[k]);
-  return sincos_of_phase32(exact_phase32(f, p, k));
+template <bool general>
+POSENC_HD SinCos<float> exact_pair(const Frequencies& f, const Magnitude& p, int64_t k, float) {
+  uint32_t phase = exact_phase32(f, p.whole, k);
+  if (general && p.fraction != 0) phase += fraction_phase32(f, p.fraction, k);
+  return sincos_of_phase32(phase);
+}
+template <bool general>
+POSENC_HD SinCos<double> exact_pair(const Frequencies& f, const Magnitude& p, int64_t k, double) {
+  uint64_t phase = exact_phase64(f, p.whole, k);
+  if (general && p.fraction != 0) phase += fraction_phase64(f, p.fraction, k);
+  return sincos_of_phase64(phase);
 }
 
-POSENC_HD SinCos<double> sincos_of_pair(const Frequencies& f, Precision precision, uint64_t p, int64_t k, double) {
-  if (precision == Precision::reference)
-    return sincos_of_phase64(wide_angle_phase64(static_cast<float>(p) * f.angular[k]));
-  return sincos_of_phase64(exact_phase64(f, p, k));
-}
-
-// Sine and cosine of pair k at a position.
-template <class acc_t>
-POSENC_HD SinCos<acc_t> encoding_of_pair(const Frequencies& frequencies, Precision precision, int64_t position,
+// Sine and cosine of pair k at a position that exists. Only if `general` it may have a fraction, and frequencies may be
+// given.
+template <class acc_t, bool general = false>
+POSENC_HD SinCos<acc_t> encoding_of_pair(const Frequencies& f, Precision precision, const Position& position,
                                          int64_t k) {
-  SinCos<acc_t> pair = sincos_of_pair(frequencies, precision, magnitude(position), k, acc_t{});
-  if (position < 0) pair.sin = -pair.sin;
+  const Magnitude p = magnitude(position);
+  SinCos<acc_t> pair;
+  bool negative = position.whole < 0;
+  if (precision == Precision::reference) {
+    float angle = (general ? static_cast<float>(p) : static_cast<float>(p.whole)) * f.angular[k];
+    if (general && (bit_cast<uint32_t>(angle) >> 31) != 0) angle = -angle, negative = !negative;
+    if constexpr (general) pair = sincos_of_any_angle(angle, acc_t{});
+    else if constexpr (sizeof(acc_t) == 4) pair = sincos_of_angle(angle);
+    else pair = sincos_of_phase64(wide_angle_phase64(angle));
+  } else {
+    pair = exact_pair<general>(f, p, k, acc_t{});
+    if (general && f.given()) {
+      pair = {pair.sin + f.angular[k], pair.cos + f.angular[k]};
+      negative ^= (bit_cast<uint32_t>(f.angular[k]) >> 31) != 0;
+    }
+  }
+  if (negative) pair.sin = -pair.sin;
   return pair;
 }
 

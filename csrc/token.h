@@ -4,24 +4,34 @@
 #include <cmath>
 
 #include "params.h"
+#include "sinusoid.h"
 
 namespace posenc {
 inline namespace POSENC_ISA {
 
-// Sums wrap at 64 bits, so overflow is defined.
-POSENC_HD int64_t position_of(const ForwardParams& params, int64_t b, int64_t t) {
+// Sums wrap at 64 bits, so overflow is defined. Only if `general` it knows of positions that are no integers.
+template <bool general = false>
+POSENC_HD Position position_of(const ForwardParams& params, int64_t b, int64_t t) {
   const Positions& positions = params.positions;
-  uint64_t position = static_cast<uint64_t>(positions.offset);
-  if (positions.running) position += static_cast<uint64_t>(t);
-  if (positions.given.data != nullptr) position += static_cast<uint64_t>(positions.given[positions.strides.at(b, t)]);
-  return static_cast<int64_t>(position);
+  Position position;
+  uint64_t whole = static_cast<uint64_t>(positions.offset);
+  if (positions.running) whole += static_cast<uint64_t>(t);
+  if (positions.given.data != nullptr) {
+    whole += static_cast<uint64_t>(positions.given[positions.strides.at(b, t)]);
+  } else if (general && positions.floats.data != nullptr) {
+    position = fixed_point(positions.floats[positions.strides.at(b, t)]);
+    if (!position.exists()) return position;
+    whole += static_cast<uint64_t>(position.whole);
+  }
+  position.whole = static_cast<int64_t>(whole);
+  return position;
 }
 
 template <class acc_t>
 struct Token {
   int64_t base = 0;  // offset of its base term from params.base
   int64_t out = 0;   // offset of its output from params.out
-  int64_t position = 0;
+  Position position;
   int64_t number = 0;  // in memory
   acc_t scale = 1;     // of the base term
   // An id out of range reads row 0 with a scale of NaN. On the CPU ids are checked before; an empty table is refused.
@@ -36,12 +46,12 @@ POSENC_HD int64_t id_of(const ForwardParams& params, int64_t b, int64_t t) {
   return params.ids[params.tokens.order.at(b, t)];
 }
 
-// `given_id`: of a gathered token. Only if `general` it has its number and knows of padding.
+// `given_id`: of a gathered token. Only if `general` it has its number and knows of padding and fractions.
 template <Source source, class acc_t, bool general = false>
 POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t, int64_t given_id) {
   Token<acc_t> token;
   token.out = params.out_strides.at(b, t);
-  token.position = position_of(params, b, t);
+  token.position = position_of<general>(params, b, t);
   if constexpr (general) token.number = params.tokens.order.at(b, t);
   if constexpr (source == Source::dense) {
     token.base = params.base_strides.at(b, t);

@@ -11,11 +11,15 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import torch
+
 # The codes of the names, each a field of four bits in `Spec.flags` (csrc/encoding.h, csrc/spec.h).
 DIVISORS = {"d": 0, "half_minus_1": 1, "half": 2}
 LAYOUTS = {"interleaved": 0, "sin_cos": 1, "cos_sin": 2}
 ODD_RULES = {"sine": 0, "zero": 1, "round_up": 2}
 PRECISIONS = {"exact": 0, "reference": 1}
+# Of the result of `positional_encoding_general` (csrc/params.h).
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # What the token of padding_idx is (csrc/params.h).
 AT_PADDING = {"embed": 0, "no_encoding": 1, "no_embedding": 2, "zeros": 3}
 

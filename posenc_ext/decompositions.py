@@ -21,6 +21,7 @@ from posenc_ext import _C
 from posenc_ext.conventions import (
     AT_PADDING,
     DIVISORS,
+    DTYPES,
     LAYOUTS,
     NO_ENCODING,
     ODD_RULES,
@@ -50,7 +51,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 # Arguments of the general ops.
-_WITHOUT = {"frequencies", "position_table", "seed", "dropout_p"}
+_WITHOUT = {"position_table", "seed", "dropout_p"}
 
 
 def _as_op(op: Any, formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,11 +93,23 @@ class _Spec:
         )
 
 
-def _encode(positions: Tensor, d_model: int, offset: int, base: float, flags: int, dtype: torch.dtype) -> Tensor:
+def _encode(
+    positions: Tensor,
+    d_model: int,
+    offset: int,
+    base: float,
+    flags: int,
+    dtype: torch.dtype,
+    frequencies: Tensor | None = None,
+) -> Tensor:
     """As the op `positional_encoding`."""
     spec, acc, d_model = _Spec(base, flags), _wide(dtype), int(d_model)  # a width that varies is fixed here
     width = d_model + d_model % 2 if spec.odd == "round_up" else d_model
     pairs = d_model // 2 if spec.odd == "zero" else (d_model + 1) // 2
+    if frequencies is not None or positions.is_floating_point():
+        angle = _angle(positions.unsqueeze(-1), offset, spec, width, pairs, frequencies)
+        sine, cosine = angle.sin().to(acc), angle.cos().to(acc)
+        return _arranged(sine, _columns(cosine, 0, d_model // 2), d_model, spec.layout).to(dtype)
     p = (positions.to(torch.int64) + offset).unsqueeze(-1)
     if spec.precision == "reference":
         angle = (p.to(torch.float32) * _frequencies(spec, width, pairs, p.device)).to(acc)
@@ -105,6 +118,35 @@ def _encode(positions: Tensor, d_model: int, offset: int, base: float, flags: in
         phase = _phase(p, _turns(spec, width, pairs, p.device))
         sine, cosine = _sine_of(phase, acc), _sine_of(phase + _TURN // 4, acc)
     return _arranged(sine, _columns(cosine, 0, d_model // 2), d_model, spec.layout).to(dtype)
+
+
+def _angle(p: Tensor, offset: int, spec: _Spec, width: int, pairs: int, frequencies: Tensor | None) -> Tensor:
+    """Angles in float64, differentiable; of positions that are floating, or of frequencies that are given."""
+    fp64 = p.to(torch.float64)
+    if spec.precision == "reference":
+        w = _frequencies(spec, width, pairs, p.device) if frequencies is None else frequencies.to(torch.float32)
+        return ((fp64 + offset).to(torch.float32) * w).to(torch.float64)
+    if frequencies is not None:
+        return (fp64 + offset) * frequencies.to(torch.float64)
+    # The whole part in parts of a turn, so that it is right at any position.
+    whole = fp64.floor()
+    phase = _phase(whole.to(torch.int64) + offset, _turns(spec, width, pairs, p.device)) % _TURN
+    return phase.to(torch.float64) * (2 * math.pi / _TURN) + (fp64 - whole) * _radians(spec, width, pairs, p.device)
+
+
+def _angular(d_model: int, base: float, flags: int, device: torch.device) -> Tensor:
+    """The frequencies of an encoding, float64 [pairs]."""
+    spec, d_model = _Spec(base, flags), int(d_model)
+    width = d_model + d_model % 2 if spec.odd == "round_up" else d_model
+    pairs = d_model // 2 if spec.odd == "zero" else (d_model + 1) // 2
+    exact = spec.precision != "reference"
+    return (_radians if exact else _frequencies)(spec, width, pairs, device).to(torch.float64)
+
+
+def _radians(spec: _Spec, width: int, pairs: int, device: torch.device) -> Tensor:
+    """Of precision exact, float64 [pairs]."""
+    first, second, third = (digit.to(torch.float64) for digit in _turns(spec, width, pairs, device))
+    return (first + (second + third / _DIGIT) / _DIGIT) * (2 * math.pi / _DIGIT)
 
 
 def _frequencies(spec: _Spec, width: int, pairs: int, device: torch.device) -> Tensor:
@@ -202,6 +244,7 @@ def _add(
     d_model: int = -1,
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
+    frequencies: Tensor | None = None,
 ) -> Tensor:
     spec, token_shape, width = _Spec(base, flags), x.shape[:-1], x.shape[-1]
     result = x.to(_wide(x.dtype))
@@ -215,7 +258,8 @@ def _add(
             positions = _range(length, x.device).view(shape)
         elif flags & OFFSETS:
             positions = with_running_index(positions, not spec.sequence_first)
-        encoding = _encode(positions, width if d_model < 0 else d_model, offset, base, flags, result.dtype)
+        whole = width if d_model < 0 else d_model
+        encoding = _encode(positions, whole, offset, base, flags, result.dtype, frequencies)
         encoding = _scaled(
             _columns(encoding, first_column, first_column + width), encoding_scale, encoding_scale_tensor
         )
@@ -241,9 +285,10 @@ def _embed(
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
     at_padding: int = 0,
+    frequencies: Tensor | None = None,
 ) -> Tensor:
     def encoded(rows: Tensor) -> Tensor:
-        part = (first_column, d_model, encoding_scale, encoding_scale_tensor)
+        part = (first_column, d_model, encoding_scale, encoding_scale_tensor, frequencies)
         if not at_padding:
             return _add(rows, positions, offset, base, flags, token_scale, *part)
         padding = (input == padding_idx).unsqueeze(-1)
@@ -292,6 +337,10 @@ def _add_out(out: Tensor, **arguments: Any) -> None:
     out.copy_(_add(**arguments))
 
 
+def _encode_as(dtype: int, **arguments: Any) -> Tensor:
+    return _encode(**arguments, dtype=DTYPES[dtype])
+
+
 def _encode_out(out: Tensor, **arguments: Any) -> None:
     out.copy_(_encode(**arguments, dtype=out.dtype))
 
@@ -318,6 +367,8 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "add_positional_encoding_out": _add_out,
     "positional_encoding": _encode,
     "positional_encoding_out": _encode_out,
+    "positional_encoding_general": _encode_as,
+    "positional_encoding_general_out": _encode_out,
     "positions_from_padding": positions.compose_from_padding,
     "positions_from_cu_seqlens": positions.compose_from_cu_seqlens,
     "positions_from_sequence_ids": positions.compose_from_sequence_ids,

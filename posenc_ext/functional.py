@@ -3,8 +3,10 @@
 Positions. Without `positions` a token's position is its index along the sequence axis, from the convention's first
 position; the sequence axis is the last token axis (batch-first) or the first one (`batch_first=False`). `offset` is
 added to every position: the length of the cache, in a decoder. It is an int or an integer tensor, 0-d or one number for
-each row of the batch. `positions` gives them explicitly: integers, broadcastable to the token axes, or 1-D along the
-sequence axis; negative ones are welcome, sin(-p) = -sin(p) and cos(-p) = cos(p) exactly.
+each row of the batch. `positions` gives them explicitly, broadcastable to the token axes, or 1-D along the sequence
+axis: int64 or int32, or float32 or float64 for times, coordinates and interpolated positions, which may be trained.
+Negative ones are welcome, sin(-p) = -sin(p) and cos(-p) = cos(p) exactly. A floating one is right to 2^-64, and its
+encoding NaN where it is not finite or not below 2^63.
 
 A DTensor as weight or as activations gives a DTensor, with the bits of one process: see `posenc_ext.ops.shard`.
 
@@ -29,6 +31,7 @@ from posenc_ext.conventions import AT_PADDING, DIVISORS, NO_ENCODING, Convention
 from posenc_ext.ops import blocks as _blocks
 from posenc_ext.ops import compose as _compose
 from posenc_ext.ops import elements as _elements
+from posenc_ext.ops import encode as _encode
 from posenc_ext.ops import positions as _positions
 from posenc_ext.ops import shard as _shard
 from posenc_ext.ops.add import run as run_add
@@ -44,7 +47,7 @@ from posenc_ext.ops.call import (
     with_running_index,
 )
 from posenc_ext.ops.embed import run as run_embed
-from posenc_ext.ops.tracing import PLAIN, decomposed, in_onnx_export, is_traced
+from posenc_ext.ops.tracing import PLAIN, in_onnx_export
 from posenc_ext.plain import is_dtensor
 
 _ops = torch.ops.posenc_ext
@@ -83,6 +86,7 @@ def embed(
     token_scale: float | None = None,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
+    frequencies: Tensor | None = None,
     encoding_scale: float | Tensor = 1.0,
     at_padding: str = "embed",
     dropout_p: float = 0.0,
@@ -106,6 +110,9 @@ def embed(
         token_scale: factor of the looked-up row; None for sqrt(d_model). Never rounded to the dtype of `weight`.
         convention: name of a convention or a `Convention`.
         precision: `"reference"` or `"exact"`; None for the convention's own.
+        frequencies: w_k of each pair of columns in radians per position, fastest first or in any order, float32 or
+            float64 [pairs], in place of the convention's base and divisor; its layout still says which column holds
+            which. May be trained. With the fp32 frequencies of a project's own table, `"reference"` gives that table.
         encoding_scale: factor of the encoding, a number or a tensor that holds one and may be trained.
         at_padding: what a token of `padding_idx` is: `"embed"`, a token like any other; `"no_encoding"`, its row alone
             (fairseq, M2M100); `"no_embedding"`, its encoding alone; `"zeros"`.
@@ -156,15 +163,22 @@ def embed(
             sparse,
         )
         general: dict[str, Any] | None = None  # what only the op embed_general takes
-        if dropout_p or at_padding != "embed" or type(encoding_scale) is not float or encoding_scale != 1:
-            general = _elements.arguments("embed", weight, encoding_scale, dropout_p)
+        if (
+            dropout_p
+            or at_padding != "embed"
+            or type(encoding_scale) is not float
+            or encoding_scale != 1
+            or frequencies is not None
+            or (positions is not None and positions.is_floating_point())
+        ):
+            general = _elements.arguments("embed", weight, encoding_scale, dropout_p, positions, frequencies)
             if at_padding != "embed":
                 general = {**(general or {}), "at_padding": _at_padding(at_padding, padding_idx)}
         if max_norm is None and out is None:
             return run_embed(call, general)
         return _embed_in_place(call, max_norm, norm_type, out, general)
     except Exception:
-        _explain("embed", offset, input=input, weight=weight, positions=positions, out=out)
+        _explain("embed", offset, input=input, weight=weight, positions=positions, frequencies=frequencies, out=out)
         raise
 
 
@@ -211,6 +225,7 @@ def add_positional_encoding(
     token_scale: float = 1.0,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
+    frequencies: Tensor | None = None,
     encoding_scale: float | Tensor = 1.0,
     dropout_p: float = 0.0,
     batch_first: bool = True,
@@ -221,8 +236,8 @@ def add_positional_encoding(
     Args:
         x: activations [..., length, d_model] (batch-first) or [length, ..., d_model], in the dtypes of `embed`.
         token_scale: factor of `x`, for rows that were looked up elsewhere.
-        offset, positions, convention, precision, encoding_scale, dropout_p, batch_first: as in `embed`; the last axis
-            of `x` is no token axis.
+        offset, positions, convention, precision, frequencies, encoding_scale, dropout_p, batch_first: as in `embed`;
+            the last axis of `x` is no token axis.
         out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
 
     Returns:
@@ -232,7 +247,17 @@ def add_positional_encoding(
         ValueError: an argument that does not fit.
     """
     return add_sinusoids(
-        x, offset, positions, token_scale, convention, precision, encoding_scale, dropout_p, batch_first, out
+        x,
+        offset,
+        positions,
+        token_scale,
+        convention,
+        precision,
+        frequencies,
+        encoding_scale,
+        dropout_p,
+        batch_first,
+        out,
     )
 
 
@@ -243,6 +268,7 @@ def positional_encoding(
     offset: int | Tensor = 0,
     convention: str | Convention = "vaswani",
     precision: str | None = None,
+    frequencies: Tensor | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     out: Tensor | None = None,
@@ -250,11 +276,11 @@ def positional_encoding(
     """The encoding itself.
 
     Args:
-        positions_or_length: integer positions of any shape, or a length: then the positions run from the convention's
-            first one.
+        positions_or_length: positions of any shape, in the dtypes of `embed`, or a length: then the positions run from
+            the convention's first one.
         d_model: width D.
         offset: added to every position (with `positions`, a sum past int64 wraps).
-        convention, precision: as in `embed`.
+        convention, precision, frequencies: as in `embed`.
         dtype: of the result; None for `torch.get_default_dtype()`.
         device: of the result, for a length; a tensor of positions stays where it is.
         out: tensor to write into, [*positions.shape, d_model]; its dtype is used.
@@ -298,16 +324,18 @@ def positional_encoding(
         check_offset("positional_encoding", offset)
         spec = chosen.spec(precision)
         if out is None:
-            op = _ops.positional_encoding.default
-            op = decomposed(op) if is_traced(positions) else op
-            result: Tensor = op(positions, d_model, offset, *spec, dtype or torch.get_default_dtype())
-            return result
-        _check_out("positional_encoding", out, "positions", None)
-        _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
+            return _encode.run(positions, d_model, offset, spec, dtype or torch.get_default_dtype(), frequencies)
+        _check_out("positional_encoding", out, "positions", positions, {"frequencies": frequencies})
+        if frequencies is None:
+            _ops.positional_encoding_out(positions, d_model, offset, *spec, out)
+        else:
+            _ops.positional_encoding_general_out(
+                positions, frequencies, d_model=d_model, offset=offset, base=spec.base, flags=spec.flags, out=out
+            )
         return _bump_version(out)
     except Exception:
         _explain_positions(positions_or_length)
-        _explain("positional_encoding", out=out)
+        _explain("positional_encoding", frequencies=frequencies, out=out)
         raise
 
 
@@ -359,24 +387,30 @@ def add_positional_encoding_nd(
     """
     op = "add_positional_encoding_nd"
     try:
-        if not isinstance(x, Tensor) or x.is_nested or is_dtensor(x):
-            _explain(op, x=x)
-            text = "x must not be nested" if x.is_nested else "x must not be a DTensor; encode x.to_local()"
-            raise NotImplementedError(f"posenc_ext::{op}: {text}")
+        if isinstance(x, Tensor) and x.is_nested:
+            raise NotImplementedError(f"posenc_ext::{op}: x must not be nested, got layout {x.layout}")
         if has_torch_function_variadic(x, positions):
-            return _overridden(add_positional_encoding_nd, "x", locals())
+            given: dict[str, Any] = {
+                "widths": widths,
+                "order": order,
+                "token_scale": token_scale,
+                "convention": convention,
+            }
+            given |= {"precision": precision, "encoding_scale": encoding_scale, "out": out}
+            return _overridden(add_positional_encoding_nd, "x", {"x": x, "positions": positions, **given})
+        if is_dtensor(x):
+            raise NotImplementedError(f"posenc_ext::{op}: x must not be a DTensor; encode the columns of x.to_local()")
         if x.dim() == 0 or positions.dim() == 0:
             name, shape = ("x", "[..., d_model]") if x.dim() == 0 else ("positions", "[..., n]")
             raise ValueError(f"posenc_ext::{op}: {name} must have shape {shape}, got a scalar")
         chosen = resolve(convention)
         blocks = _blocks.blocks_of(op, positions.shape[-1], x.shape[-1], widths, order, chosen.layout)
         each = [broadcast_positions(p, x.shape[:-1], True, op) for p in positions.unbind(-1)]
-        general = _elements.arguments(op, x, encoding_scale, 0.0) or {}
+        general = _elements.arguments(op, x, encoding_scale, 0.0, positions) or {}
         call = (x, each, blocks, chosen.spec(precision), float(token_scale), general)
         if out is None:
             return _blocks.run(*call)
-        _check_out(op, out, "x", x, general)
-        _check_history(op, {"positions": positions})
+        _check_out(op, out, "x", x, general, positions)
         if out.shape != x.shape:
             raise ValueError(f"posenc_ext::{op}: out must have shape {list(x.shape)}, got {list(out.shape)}")
         if _is_compiling():  # which knows no out= that is a block of columns
@@ -414,7 +448,6 @@ def positional_encoding_nd(
     Raises:
         ValueError: an argument that does not fit.
     """
-    op = "positional_encoding_nd"
     try:
         if has_torch_function_unary(positions) or positions.is_nested:
             return _overridden(positional_encoding_nd, "positions", locals())
@@ -425,7 +458,7 @@ def positional_encoding_nd(
         options = {"widths": widths, "order": order, "convention": convention, "precision": precision}
         return add_positional_encoding_nd(x, positions, out=out, **options)  # type: ignore[arg-type]
     except Exception:
-        _explain(op, positions=positions, out=out)
+        _explain("positional_encoding_nd", positions=positions, out=out)
         raise
 
 
@@ -578,6 +611,7 @@ def add_sinusoids(
     token_scale: float,
     convention: str | Convention,
     precision: str | None,
+    frequencies: Tensor | None,
     encoding_scale: float | Tensor,
     dropout_p: float,
     batch_first: bool,
@@ -612,12 +646,20 @@ def add_sinusoids(
         else:
             positions = broadcast_positions(positions, x.shape[:-1], batch_first, "add_positional_encoding")
         general: dict[str, Any] | None = None  # what only the op add_general takes
-        if dropout_p or type(encoding_scale) is not float or encoding_scale != 1:
-            general = _elements.arguments("add_positional_encoding", x, encoding_scale, dropout_p)
+        if (
+            dropout_p
+            or type(encoding_scale) is not float
+            or encoding_scale != 1
+            or frequencies is not None
+            or (positions is not None and positions.is_floating_point())
+        ):
+            general = _elements.arguments(
+                "add_positional_encoding", x, encoding_scale, dropout_p, positions, frequencies
+            )
         if out is None:
             return run_add(x, positions, offset, spec, token_scale, 0, -1, general)
         _shard.refuse("add_positional_encoding", x, out=out)
-        _check_out("add_positional_encoding", out, "x", x, general)
+        _check_out("add_positional_encoding", out, "x", x, general, positions)
         check_offset("add_positional_encoding", offset)
         if general is None and token_scale == 1:
             _ops.add_positional_encoding_out(x, positions, offset, *spec, out)
@@ -634,7 +676,7 @@ def add_sinusoids(
             )
         return _bump_version(out)
     except Exception:
-        _explain("add_positional_encoding", offset, x=x, positions=positions, out=out)
+        _explain("add_positional_encoding", offset, x=x, positions=positions, frequencies=frequencies, out=out)
         raise
 
 
@@ -661,7 +703,7 @@ def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[st
 def _explain(op: str, offset: Any = 0, /, **arguments: Any) -> None:
     """Once a call has failed: raise what is wrong with an argument, where that is the reason and not said already."""
     for name, value in arguments.items():
-        if value is None and name in ("positions", "out"):
+        if value is None and name in ("positions", "frequencies", "out"):
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"posenc_ext::{op}: {name} must be a torch.Tensor, got {type(value).__name__}") from None
@@ -718,7 +760,7 @@ def _embed_in_place(
         _shard.refuse("embed", weight, max_norm=max_norm, out=out)
     check_offset("embed", offset)
     if out is not None:
-        _check_out("embed", out, "weight", weight, general)
+        _check_out("embed", out, "weight", weight, general, positions)
     if max_norm is not None:
         if not max_norm > 0:
             raise ValueError(f"posenc_ext::embed: max_norm must be positive, got {max_norm}")
@@ -728,7 +770,7 @@ def _embed_in_place(
                 f"got {max_norm}"
             )
         # Whatever the call would refuse must be refused before the rows are scaled.
-        _ops.check_embed(weight, input, positions, offset, base, flags, out)
+        _ops.check_embed(weight, input, positions, offset, base, flags, out, (general or {}).get("frequencies"))
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     if out is None:
@@ -778,11 +820,20 @@ def _bump_version(out: Tensor) -> Tensor:
     return out
 
 
-def _check_out(op: str, out: Tensor, name: str, given: Tensor | None, general: dict[str, Any] | None = None) -> None:
+def _check_out(
+    op: str,
+    out: Tensor,
+    name: str,
+    given: Tensor | None,
+    general: dict[str, Any] | None = None,
+    positions: Tensor | None = None,
+) -> None:
     """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
-    scale = None if general is None else general.get("encoding_scale_tensor")
     if _grad_enabled() or forward_ad._current_level >= 0:
-        _check_history(op, {name: given, "encoding_scale": scale, "out": out})
+        known = general or {}
+        scale, frequencies = known.get("encoding_scale_tensor"), known.get("frequencies")
+        others = {"encoding_scale": scale, "frequencies": frequencies, "out": out}
+        _check_history(op, {"positions": positions, name: given, **others})
     if _is_compiling():
         if in_onnx_export():
             raise NotImplementedError(

@@ -421,6 +421,9 @@ def unfuse(module: nn.Module, *, max_len: int = 5000) -> nn.Module:
             if type(child) not in kinds or _altered([child]):
                 text = f"{_place(path)} ({_names([child])}) has a class, hooks or a forward of its own"
                 raise ValueError(f"posenc_ext.unfuse: {text}, so it may do more than a plain module")
+            if getattr(child, "at_padding", "embed") != "embed":
+                text = f"{_place(path)} ({_names([child])}) has at_padding={child.at_padding!r}"
+                raise ValueError(f"posenc_ext.unfuse: {text}, and the textbook's modules treat pads like other tokens")
             if not getattr(child, "count_padding", True):
                 text = f"{_place(path)} ({_names([child])}) has count_padding=False"
                 raise ValueError(f"posenc_ext.unfuse: {text}, and the textbook's modules count pads")
@@ -443,10 +446,12 @@ def _textbook(layer: Embeddings | PositionalEncoding | TransformerEmbedding, max
             layer.d_model,
             convention=layer.convention,
             precision=layer.precision,
+            frequencies=layer.frequencies,
             dtype=like.dtype,
             device=like.device,
         )
-        encoding.pe = table.unsqueeze(0 if layer.batch_first else 1)
+        table = (table * layer.encoding_scale).to(table.dtype)
+        encoding.pe = table.unsqueeze(0 if layer.batch_first else 1).detach()
         parts.append(encoding)
         if layer.dropout.p or not is_plain(layer.dropout, nn.Dropout):
             if isinstance(layer, PositionalEncoding):

@@ -269,6 +269,53 @@ class _Encoded(_Layer):
 
     _precision: str | None
     _convention: Convention
+    frequencies: Tensor | None
+    encoding_scale: float | Tensor
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "frequencies" and value is not None:
+            self._check_frequencies(value)
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name, value in (("frequencies", None), ("encoding_scale", 1.0)):  # of layers pickled without them
+            if name not in self.__dict__ and name not in self._parameters:
+                self.__dict__[name] = value
+
+    def _check_frequencies(self, value: Any) -> None:
+        d_model: int = self.d_model  # type: ignore[assignment]
+        pairs = (d_model + (self.convention.odd != "zero")) // 2
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"posenc_ext.{type(self).__name__}: frequencies must be a torch.Tensor, got {type(value).__name__}"
+            )
+        if value.dtype not in (torch.float32, torch.float64) or value.shape != (pairs,):
+            raise ValueError(
+                f"posenc_ext.{type(self).__name__}: frequencies must be float32 or float64 [{pairs}], one for each "
+                f"pair of columns, got {value.dtype} {list(value.shape)}"
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # A cast would round the frequencies, and to_empty would lose them: they are moved, and nothing else.
+        kept: Any = self.frequencies
+
+        def moved(tensor: Tensor) -> Tensor:
+            if kept is None or (tensor is not kept and tensor is not kept.grad):
+                result: Tensor = fn(tensor)
+                return result
+            to = fn(tensor).device
+            return torch.empty_like(tensor, device=to) if tensor.is_meta else tensor.to(to)
+
+        if kept is not None and not isinstance(kept, nn.Parameter):
+            if kept.is_meta and not fn(kept).is_meta:
+                raise NotImplementedError(
+                    f"posenc_ext.{type(self).__name__}: frequencies have no data on the meta device, and no checkpoint "
+                    "holds them; set `frequencies` to a tensor with data first, or make them an nn.Parameter"
+                )
+            self.frequencies = moved(kept)
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @property
     def convention(self) -> Convention:
@@ -363,6 +410,8 @@ class PositionalEncoding(_Encoded):
         max_len: rows of `.pe` (None: 5000, the textbook's); limits nothing.
         convention: name of a convention or a `Convention`.
         precision: `"reference"` or `"exact"`; None for the convention's own.
+        frequencies: as in `functional.embed`. They keep their dtype when the module is cast. An `nn.Parameter` is
+            trained and saved; a tensor is not saved.
         encoding_scale: factor of the encoding; an `nn.Parameter` that holds one number is trained and saved.
         dropout: probability, applied to the sum in training by `.dropout`, an `nn.Dropout`: in the same pass while it
             is plain (no hooks, not replaced), with numbers of our own that torch's generators seed.
@@ -386,6 +435,7 @@ class PositionalEncoding(_Encoded):
         *rest: Any,
         convention: str | Convention = "vaswani",
         precision: str | None = None,
+        frequencies: Tensor | None = None,
         encoding_scale: float | Tensor = 1.0,
         dropout: float = 0.0,
         batch_first: bool = True,
@@ -396,6 +446,7 @@ class PositionalEncoding(_Encoded):
         self.max_len = None if max_len is None else _size("PositionalEncoding", "max_len", max_len)
         self.convention = resolve(convention)
         self.precision = precision
+        self.frequencies = frequencies
         self.encoding_scale = encoding_scale
         self.dropout = _dropout("PositionalEncoding", dropout)
         self.batch_first = batch_first
@@ -413,6 +464,7 @@ class PositionalEncoding(_Encoded):
             1.0,
             self._convention,
             self._precision,
+            self.frequencies,
             self.encoding_scale,
             dropout_p or 0.0,
             self.batch_first,
@@ -429,9 +481,12 @@ class PositionalEncoding(_Encoded):
             self.d_model,
             convention=self._convention,
             precision=self._precision,
+            frequencies=self.frequencies,
             dtype=self._placement.dtype,
             device=self._placement.device,
         )
+        if not isinstance(self.encoding_scale, float) or self.encoding_scale != 1:
+            rows = (rows * self.encoding_scale).to(rows.dtype)
         return rows.unsqueeze(0 if self.batch_first else 1)
 
     def extra_repr(self) -> str:
@@ -454,7 +509,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
         vocab_size: number of rows.
         d_model: width.
         padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: as in `nn.Embedding`.
-        convention, precision, encoding_scale, dropout, batch_first: as in `PositionalEncoding`.
+        convention, precision, frequencies, encoding_scale, dropout, batch_first: as in `PositionalEncoding`.
         at_padding: what a token of `padding_idx` is, as in `functional.embed`.
         token_scale: factor of the looked-up row; None for sqrt(d_model).
         count_padding: False: positions count real tokens only, see `functional.positions_from_padding`. Pads are the
@@ -484,6 +539,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
         count_padding: bool = True,
         convention: str | Convention = "vaswani",
         precision: str | None = None,
+        frequencies: Tensor | None = None,
         encoding_scale: float | Tensor = 1.0,
         at_padding: str = "embed",
         dropout: float = 0.0,
@@ -510,6 +566,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
         )
         self.convention = resolve(convention)
         self.precision = precision
+        self.frequencies = frequencies
         self.encoding_scale = encoding_scale
         self.at_padding = at_padding
         self.dropout = _dropout("TransformerEmbedding", dropout)
@@ -557,6 +614,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
             token_scale=self.token_scale,
             convention=self._convention,
             precision=self._precision,
+            frequencies=self.frequencies,
             encoding_scale=self.encoding_scale,
             at_padding=self.at_padding,
             dropout_p=dropout_p or 0.0,
@@ -580,6 +638,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
                 token_scale=self.token_scale,
                 convention=self._convention,
                 precision=self._precision,
+                frequencies=self.frequencies,
                 encoding_scale=self.encoding_scale,
                 batch_first=self.batch_first,
             )

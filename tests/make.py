@@ -310,6 +310,11 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
         **{"flags": flags, "base": base, "token_scale": scale, "offset": offset},
     }
     general = named | {"padding_idx": padding, "scale_grad_by_freq": by_frequency}
+    numbers = {"d_model": width, "offset": offset, "base": base, "flags": flags}
+    own = torch.linspace(0.1, 2.0, (width + (flags >> 8 & 15 != ODD_RULES["zero"])) // 2, device=weight.device)
+    fractions = counted.float() / 3
+    if weight.requires_grad:
+        own, fractions = own.requires_grad_(), fractions.requires_grad_()
     rows = input if input.dim() else input.unsqueeze(0)
     starts = torch.tensor([0, 2, 2, 5], dtype=input.dtype, device=input.device)
     calls = [
@@ -321,11 +326,21 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
         OpCall("embed_backward_sparse", (a, input, len(weight), scale, padding, by_frequency)),
         OpCall("add_positional_encoding", (a, positions, offset, *chosen)),
         OpCall("add_positional_encoding_out", (a, positions, offset, *chosen, out.clone())),
-        OpCall("embed_general_out", (weight, input), named | {"padding_idx": padding, "out": out.clone()}),
-        OpCall("add_general", (a,), named),
+        OpCall(
+            "embed_general_out",
+            (weight, input),
+            named | {"padding_idx": padding, "frequencies": own.detach(), "out": out.clone()},
+        ),
+        OpCall("add_general", (a,), named | {"frequencies": own}),
         OpCall("add_general_out", (a,), named | {"out": out.clone()}),
         OpCall("positional_encoding", (counted, width, offset, *chosen, weight.dtype)),
         OpCall("positional_encoding_out", (counted, width, offset, *chosen, out.clone())),
+        OpCall(
+            "positional_encoding_general",
+            (fractions, own),
+            {**numbers, "dtype": conventions.DTYPES.index(weight.dtype)},
+        ),
+        OpCall("positional_encoding_general_out", (fractions.detach(), own.detach()), {**numbers, "out": out.clone()}),
         OpCall("positions_from_padding", (rows, 1, rows.select(-1 if order else 0, 0), offset, None, order))
         if rows.numel()
         else OpCall("positions_from_padding", (rows, 1)),

@@ -111,11 +111,15 @@ def test_ids_of_another_dtype(dtype):
         *((embed_input, lambda p=PATHS[path]: p(bad, weight)) for path in ("embed", "no encoding", "max_norm", "out")),
         (embed_input, lambda: embed(bad, table(grad=True))),
         ("posenc_ext::embed_backward: input", lambda: ops.embed_backward(torch.ones(2, 3, 8), bad, V, 1.0, -1, False)),
-        ("posenc_ext::positional_encoding: positions", lambda: encode(bad, 8)),
-        ("posenc_ext::embed: positions", lambda: embed(GOOD, weight, positions=bad)),
-        ("posenc_ext::add_positional_encoding: positions", lambda: add(X, positions=bad)),
     ):
         assert_refused(call, argument, " must have dtype int64 or int32, got ", text)
+    bad, text = (bad.half(), "Half") if bad.is_floating_point() else (bad, text)
+    for argument, call in (
+        ("posenc_ext::positional_encoding", lambda: encode(bad, 8)),
+        ("posenc_ext::embed", lambda: embed(GOOD, weight, positions=bad)),
+        ("posenc_ext::add_", lambda: add(X, positions=bad)),
+    ):
+        assert_refused(call, argument, ": positions must have dtype int64, int32, float32 or float64, got ", text)
     assert_same_bits(weight, before, "weight")
 
 
@@ -297,7 +301,7 @@ LATE = {
     "id": {"input": ids([0, 1, 2], [3, 4, V])},
     "dtype of ids": {"input": GOOD.float()},
     "shape of positions": {"positions": batch((2, 4))},
-    "dtype of positions": {"positions": GOOD.float()},
+    "dtype of positions": {"positions": GOOD.half()},
     "offset": {"offset": TOP},
     "convention": {"convention": "bert"},
     "precision": {"precision": "fast"},
@@ -335,7 +339,7 @@ def test_nothing_is_written_where_out_cannot_be_differentiated(max_norm):
         "positions": (lambda out: add(out, positions=batch(4), out=out), "positions"),
         "offset": (lambda out: add(out, offset=TOP, out=out), "offset"),
         "convention": (lambda out: add(out, convention="bert", out=out), "convention"),
-        "PE positions": (lambda out: encode(GOOD.float(), 8, out=out), "positions"),
+        "PE positions": (lambda out: encode(GOOD.half(), 8, out=out), "positions"),
         "PE shape": (lambda out: encode(3, 8, out=out), "out must have shape [3, 8]"),
         "PE width": (lambda out: encode(GOOD, 7, out=out), "out must have shape [2, 3, 7]"),
         "PE precision": (lambda out: encode(GOOD, 8, precision="fast", out=out), "precision"),

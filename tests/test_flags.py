@@ -228,7 +228,6 @@ def test_compiled_gradients_of_embed_general(names):
 
 # What it cannot do yet, or cannot do alone.
 NOT_YET: dict[str, Any] = {
-    "frequencies": torch.ones(4, dtype=torch.float64),
     "position_table": torch.zeros(9, 7),
     "at_padding": 1,  # without a padding_idx
     "dropout_p": 0.1,  # without a seed

@@ -71,7 +71,7 @@ def test_a_raw_op_is_its_public_twin(raw):
             got, want = (calls(sample)[name]() for calls, name in _both(raw))
             for a, b in zip(as_tuple(got), as_tuple(want), strict=True):
                 assert_same_bits(a, b, f"{sample.name}, {dtype}")
-    bad = make.Sample("", make.table(), make.ids(), {"positions": make.ids().double(), "padding_idx": V})
+    bad = make.Sample("", make.table(), make.ids(), {"positions": make.ids().half(), "padding_idx": V})
     refusals = []
     for calls, name in _both(raw):
         with pytest.raises(ValueError, match="posenc_ext::") as refusal:
@@ -177,7 +177,7 @@ BAD = {
     "ids of floats": lambda: embed(IDS.float(), WEIGHT),
     "weight of integers": lambda: embed(IDS, WEIGHT.long()),
     "weight of no width": lambda: embed(IDS, WEIGHT[:, :0]),
-    "positions of floats": lambda: embed(IDS, WEIGHT, positions=IDS.float()),
+    "positions of halves": lambda: embed(IDS, WEIGHT, positions=IDS.half()),
     "op, flat weight": lambda: ops.embed(WEIGHT[0], IDS, None, 0, 1.5, *make.spec()),
     "op, other positions": lambda: ops.embed(WEIGHT, IDS, IDS[0], 0, 1.5, *make.spec()),
     "out of another shape": lambda: embed(IDS, WEIGHT, out=A[..., 1:]),
@@ -187,7 +187,7 @@ BAD = {
     "x, out of another shape": lambda: add_positional_encoding(A, out=torch.empty(B, T, D + 1)),
     "scalar x": lambda: add_positional_encoding(A[0, 0, 0]),
     "encoding of integers": lambda: positional_encoding(3, D, dtype=torch.int64),
-    "encoding at floats": lambda: positional_encoding(A, D),
+    "encoding at halves": lambda: positional_encoding(A.half(), D),
     "encoding of no width": lambda: positional_encoding(3, 0),
     "encoding of negative width": lambda: positional_encoding(3, -2),
     "encoding, out of another shape": lambda: positional_encoding(3, D, out=torch.empty(3, D + 1)),

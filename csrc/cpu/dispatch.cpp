@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "partition.h"
 
@@ -84,6 +85,15 @@ int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows) {
     return -1;
   };
   return ids.is_int64 ? scan(static_cast<const int64_t*>(ids.data)) : scan(static_cast<const int32_t*>(ids.data));
+}
+
+Frequencies convert(const GivenFrequencies& given, void* memory) {
+  const FrequencyMemory to(memory, given.pairs);
+  for (int64_t k = 0; k < to.stride; ++k) convert_frequency(given, k, to);
+  Frequencies result = to.view();
+  for (int64_t k = 0; k < given.pairs; ++k)
+    result.largest = std::max(result.largest, std::abs(static_cast<float>(given[k])));  // not where it is NaN
+  return result;
 }
 
 const Kernels& active_kernels() { return *active().load(std::memory_order_relaxed)->kernels; }

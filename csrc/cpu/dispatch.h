@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "../given_frequencies.h"
 #include "../params.h"
 #include "../positions.h"
 
@@ -14,6 +15,9 @@ POSENC_API int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t
 
 POSENC_API void forward(const ForwardParams& params, ParallelFor parallel_for);
 void backward(const BackwardParams& params, ParallelFor parallel_for);
+
+// Frequencies that a caller gives, as kernels read them, in FrequencyMemory::bytes(given.pairs) of `memory`.
+Frequencies convert(const GivenFrequencies& given, void* memory);
 
 // Positions that are counted, see positions.h.
 void count_real_tokens(const PaddingParams& params, ParallelFor parallel_for);

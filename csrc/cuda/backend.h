@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "../frequency.h"
+#include "../given_frequencies.h"
 #include "../params.h"
 #include "../positions.h"
 #include "sort.h"
@@ -112,6 +113,10 @@ class Call {
 POSENC_API void check_errors();
 
 void forward(const ForwardParams& params, const Launch& launch);
+
+// Frequencies that a caller gives, as kernels read them: queued, into FrequencyMemory::bytes(given.pairs) of `memory`,
+// which the caller must not free before the kernels are queued.
+Frequencies convert(const GivenFrequencies& given, void* memory, const Launch& launch);
 
 // Contiguous ids, to lie in [0, rows).
 void check_bounds(const Integers& ids, int64_t count, int64_t rows, const Launch& launch);

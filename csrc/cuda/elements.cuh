@@ -11,7 +11,6 @@ namespace posenc::cuda {
 template <class acc_t>
 struct PlainElements {
   static constexpr bool kGeneral = false;
-  static constexpr acc_t scale = 1;
 
   __device__ __forceinline__ explicit PlainElements(const ForwardParams&) {}
 
@@ -21,6 +20,7 @@ struct PlainElements {
   }
   template <int count>
   __device__ __forceinline__ void drop(const Token<acc_t>&, int64_t, acc_t (&)[count]) const {}
+  __device__ __forceinline__ SinCos<acc_t> scaled(const Position&, const SinCos<acc_t>& pair) const { return pair; }
 };
 
 template <class acc_t>
@@ -37,6 +37,14 @@ struct GeneralElements {
       product *= static_cast<double>(*static_cast<const acc_t*>(params.encoding.scale_on_device));
     scale = static_cast<acc_t>(product);
     if (dropout.seed != nullptr) seed = static_cast<uint64_t>(*dropout.seed);
+  }
+
+  // Of the encoding of a position.
+  __device__ __forceinline__ acc_t factor(const Position& position) const {
+    return position.exists() ? scale : static_cast<acc_t>(NAN);
+  }
+  __device__ __forceinline__ SinCos<acc_t> scaled(const Position& position, const SinCos<acc_t>& pair) const {
+    return {pair.sin * factor(position), pair.cos * factor(position)};
   }
 
   // Of base term and encoding, as far as the token has them.

@@ -32,7 +32,7 @@ __global__ void forward_vectors(const ForwardParams params, const ForwardLaunch 
 template <class T, Source source, Arrangement arrangement, Inner inner>
 __global__ void forward_tokens(const ForwardParams params, const ForwardLaunch launch);
 
-// Calls with dropout, padding or a scale of the encoding.
+// Calls for which ForwardParams::general() holds.
 template <class T, Source source, Arrangement arrangement>
 __global__ void forward_general(const ForwardParams params, const ForwardLaunch launch);
 
@@ -91,9 +91,9 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
           store_column<T, source, true>(params, elements, token, encoding.columns.width - 1, 0);
         } else {
           if (!made || !params.positions.shared())
-            pair = encoding_of_pair<acc_of<T>>(encoding.frequencies, encoding.precision, token.position, unit);
+            pair = encoding_of_pair<acc_of<T>, general>(encoding.frequencies, encoding.precision, token.position, unit);
           made = true;
-          store_pair<T, source>(params, elements, token, unit, {pair.sin * elements.scale, pair.cos * elements.scale});
+          store_pair<T, source>(params, elements, token, unit, elements.scaled(token.position, pair));
         }
         if (source == Source::gathered && unit == 0 && !token.in_range) record_id(params, b, t, launch.errors);
       }
@@ -157,32 +157,57 @@ struct VectorColumns {
     }
   }
 
-  // No frequency is above 1, so no angle is above the position.
-  __device__ __forceinline__ bool is_far(int64_t position) const {
-    const uint64_t limit = precision == Precision::exact ? uint64_t{1} << 32 : static_cast<uint64_t>(kShortAngle);
-    return kFast && magnitude(position) >= limit;
+  // Frequencies of a spec are at most 1, so no angle is above the position.
+  template <bool general = false>
+  __device__ __forceinline__ bool is_far(const Position& position) const {
+    if (!kFast) return false;
+    const Magnitude p = magnitude(position);
+    if (precision == Precision::exact) return p.whole >= uint64_t{1} << 32;
+    if (!general) return p.whole >= static_cast<uint64_t>(kShortAngle);
+    float largest = 1;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) largest = fmaxf(largest, fabsf(__uint_as_float(high.word[i])));
+    return !(static_cast<float>(p) * largest < kShortAngle);
   }
 
-  __device__ __forceinline__ SinCos<acc_t> near_pair(int64_t position, int i) const {
+  template <bool general>
+  __device__ __forceinline__ SinCos<acc_t> near_pair(const Position& position, int i) const {
+    const Frequencies& frequencies = params.encoding.frequencies;
+    const int64_t k = unit * kPairs + i;
     if constexpr (!kFast) {
-      return encoding_of_pair<acc_t>(params.encoding.frequencies, precision, position, unit * kPairs + i);
+      return encoding_of_pair<acc_t, general>(frequencies, precision, position, k);
     } else {
-      const uint32_t p = static_cast<uint32_t>(magnitude(position));
-      SinCos<float> pair = precision == Precision::exact
-                               ? sincos_of_phase32(phase_of_product(p, high.word[i], low.word[i]))
-                               : sincos_of_short_angle<uint32_t>(static_cast<float>(p) * __uint_as_float(high.word[i]));
-      pair.sin = Lane<uint32_t>::flipped(pair.sin, static_cast<uint32_t>(position >> 32));
+      const Magnitude p = magnitude(position);
+      const uint32_t whole = static_cast<uint32_t>(p.whole);
+      uint32_t sign = static_cast<uint32_t>(position.whole >> 32);
+      SinCos<float> pair;
+      if (precision == Precision::exact) {
+        uint32_t phase = phase_of_product(whole, high.word[i], low.word[i]);
+        if (general && p.fraction != 0) phase += fraction_phase32(frequencies, p.fraction, k);
+        pair = sincos_of_phase32(phase);
+        if (general && frequencies.given()) {
+          const float angular = frequencies.angular[k];
+          pair = {pair.sin + angular, pair.cos + angular};
+          sign ^= __float_as_uint(angular);
+        }
+      } else {
+        float angle = (general ? static_cast<float>(p) : static_cast<float>(whole)) * __uint_as_float(high.word[i]);
+        if (general) sign ^= __float_as_uint(angle), angle = fabsf(angle);
+        pair = sincos_of_short_angle<uint32_t>(angle);
+      }
+      pair.sin = Lane<uint32_t>::flipped(pair.sin, sign);
       return pair;
     }
   }
 
   // The encoding of a position that is not far, arranged as the columns are.
-  __device__ __forceinline__ Values encode(int64_t position) const {
+  template <bool general = false>
+  __device__ __forceinline__ Values encode(const Position& position) const {
     const bool cosine_first = params.encoding.columns.cosine_first();
     Values values;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const SinCos<acc_t> pair = near_pair(position, i);
+      const SinCos<acc_t> pair = near_pair<general>(position, i);
       if constexpr (arrangement == Arrangement::halves) {
         values.of[0][i] = pair.sin;
         values.of[1][i] = pair.cos;
@@ -258,11 +283,12 @@ struct VectorColumns {
     for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
       const auto token = token_of<source, acc_t, Elements::kGeneral>(params, b, t);
       if (!token.in_range && unit == 0) record_id(params, b, t, errors);
-      if (!is_far(token.position)) continue;
+      if (!is_far<Elements::kGeneral>(token.position)) continue;
 #pragma unroll 1
       for (int64_t k = unit * kPairs; k < (unit + 1) * kPairs; ++k) {
-        const auto pair = encoding_of_pair<acc_t>(params.encoding.frequencies, precision, token.position, k);
-        store_pair<T, source>(params, elements, token, k, {pair.sin * elements.scale, pair.cos * elements.scale});
+        const auto pair =
+            encoding_of_pair<acc_t, Elements::kGeneral>(params.encoding.frequencies, precision, token.position, k);
+        store_pair<T, source>(params, elements, token, k, elements.scaled(token.position, pair));
       }
     }
   }
@@ -282,7 +308,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
       typename Thread::Values shared;
       bool slow = false;
       if constexpr (mode == Mode::shared && Thread::kEncoded) {
-        const int64_t position = position_of(params, 0, t);
+        const Position position = position_of(params, 0, t);
         slow = columns.is_far(position);
         shared = columns.encode(position);
       }
@@ -402,7 +428,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
         if (!walk.has(i)) break;
         if (Thread::kEncoded && (i == 0 || inner == Inner::seq) && walk.t(i) != made_for) {
           made_for = walk.t(i);
-          const int64_t position = position_of(params, 0, made_for);
+          const Position position = position_of(params, 0, made_for);
           encoding = columns.encode(position);
           far = columns.is_far(position);
           slow |= far;
@@ -424,7 +450,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
   }
 }
 
-// ---- dropout, padding, a scale of the encoding
+// ---- dropout, padding, a scale of the encoding, fractions of positions, frequencies that are given
 
 // In fp64, 128 registers are too few for it.
 template <class T, Source source, Arrangement arrangement>
@@ -444,16 +470,17 @@ __global__ void __launch_bounds__(kForwardThreads, sizeof(T) == 8 ? 1 : kForward
         const auto token = token_of<source, acc_t, true>(params, b, t);
         Vector<T> base[Thread::kVectors] = {};
         columns.load(token, base);
-        slow |= !token.in_range || columns.is_far(token.position);
-        if (columns.is_far(token.position)) continue;
+        const bool far = columns.template is_far<true>(token.position);
+        slow |= !token.in_range || far;
+        if (far) continue;
         if (token.constant) {
           columns.store_constant(token);
           continue;
         }
         if (Thread::kEncoded && (!made || !params.positions.shared())) {
-          encoding = columns.encode(token.position);
+          encoding = columns.template encode<true>(token.position);
           for (auto& vector : encoding.of)
-            for (acc_t& value : vector) value = value * elements.scale;
+            for (acc_t& value : vector) value = value * elements.factor(token.position);
           made = true;
         }
         columns.store(elements, token, base, encoding);

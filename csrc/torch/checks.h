@@ -59,12 +59,17 @@ inline void check_storage(const Tensor& tensor, const char* op, const char* argu
                " needs a storage of ", needed, " bytes, got ", held);
 }
 
+inline bool is_integer(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Long || tensor.scalar_type() == ScalarType::Int;
+}
+inline bool is_float(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Float || tensor.scalar_type() == ScalarType::Double;
+}
+
 inline Integers integers_of(const Tensor& tensor, const char* op, const char* argument) {
-  const ScalarType type = tensor.scalar_type();
-  POSENC_CHECK(type == ScalarType::Long || type == ScalarType::Int, op, argument,
-               " must have dtype int64 or int32, got ", text(type));
+  POSENC_CHECK(is_integer(tensor), op, argument, " must have dtype int64 or int32, got ", text(tensor.scalar_type()));
   check_storage(tensor, op, argument);
-  return {tensor.const_data_ptr(), type == ScalarType::Long};
+  return {tensor.const_data_ptr(), tensor.scalar_type() == ScalarType::Long};
 }
 
 inline void check_same_device(const Tensor& tensor, const char* argument, const Tensor& other, const char* other_name,

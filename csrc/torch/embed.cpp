@@ -34,6 +34,7 @@ struct EmbedArgs {
   int64_t padding_idx = -1, at_padding = 0;
   double encoding_scale = 1;
   const Tensor* encoding_scale_tensor = nullptr;
+  const Tensor* frequencies = nullptr;
   double dropout_p = 0;
   const Tensor* seed = nullptr;
 };
@@ -104,6 +105,21 @@ void set_general(ForwardParams& params, const EmbedArgs& args, const Tensor& lik
   params.dropout.factor = kept == 0 ? 0 : 65536 / kept;
 }
 
+// The frequencies of a call that gives them, checked. `given` becomes a copy where it is not contiguous.
+GivenFrequencies frequencies_of(Tensor& given, const Columns& columns, Precision precision, const Tensor& like,
+                                const char* like_name, const char* op) {
+  check_defined(given, op, "frequencies");
+  check_same_device(given, "frequencies", like, like_name, op);
+  POSENC_CHECK(is_float(given), op, "frequencies must have dtype float32 or float64, got ", text(given.scalar_type()));
+  POSENC_CHECK(columns.encoded, op, "frequencies need an encoding, got flags without one");
+  const int64_t pairs = columns.pairs();
+  POSENC_CHECK(given.dim() == 1 && given.size(0) == pairs, op, "frequencies must have shape [", pairs,
+               "], one for each pair of columns, got ", text(given.sizes()));
+  check_storage(given, op, "frequencies");
+  if (!given.is_contiguous()) given = contiguous_copy(given);
+  return {given.const_data_ptr(), given.scalar_type() == ScalarType::Double, pairs, precision};
+}
+
 // Checks everything before anything is written. Returns `out` or a new tensor; nothing where it only checks.
 std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   const char* op = args.op;
@@ -143,20 +159,32 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   const Columns columns = args.spec.columns(d_model);
   params.encoding.precision = args.spec.precision;
   set_general(params, args, like, like_name);
-  const auto table =
-      frequencies(args.spec.base, args.spec.divisor, frequency_width(args.spec.odd, d_model), columns.pairs());
+  std::optional<Tensor> own_frequencies;
+  GivenFrequencies given_frequencies;
+  std::shared_ptr<const FrequencyTable> table;
+  if (args.frequencies) {
+    own_frequencies = *args.frequencies;
+    given_frequencies = frequencies_of(*own_frequencies, columns, params.encoding.precision, like, like_name, op);
+  } else {
+    table = frequencies(args.spec.base, args.spec.divisor, frequency_width(args.spec.odd, d_model), columns.pairs());
+  }
 
   std::optional<Tensor> positions;
   params.positions.offset = args.offset;
   params.positions.running = !args.positions || args.spec.positions_are_offsets;
   if (args.positions) {
     positions = *args.positions;
-    params.positions.given = integers_of(*positions, op, "positions");
+    const bool floating = is_float(*positions);
+    POSENC_CHECK(floating || is_integer(*positions), op,
+                 "positions must have dtype int64, int32, float32 or float64, got ", text(positions->scalar_type()));
+    check_storage(*positions, op, "positions");
     check_same_device(*positions, "positions", like, like_name, op);
     POSENC_CHECK(equal(positions->sizes(), token_sizes), op, "positions must have the shape of the tokens ",
                  text(token_sizes), ", got ", text(positions->sizes()));
     params.positions.strides = readable_strides(*positions, axes, sequence_first);
-    params.positions.given.data = positions->const_data_ptr();
+    const void* const data = positions->const_data_ptr();
+    if (floating) params.positions.floats = {data, positions->scalar_type() == ScalarType::Double};
+    else params.positions.given = {data, positions->scalar_type() == ScalarType::Long};
   } else {
     int64_t last = 0;
     POSENC_CHECK(!__builtin_add_overflow(args.offset, std::max<int64_t>(params.tokens.seq - 1, 0), &last), op,
@@ -179,6 +207,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     if (args.positions) check_disjoint(*args.out, *args.positions, "positions", op);
     if (args.seed) check_disjoint(*args.out, *args.seed, "seed", op);
     if (args.encoding_scale_tensor) check_disjoint(*args.out, *args.encoding_scale_tensor, "encoding_scale_tensor", op);
+    if (args.frequencies) check_disjoint(*args.out, *args.frequencies, "frequencies", op);
   }
 
   Tensor base = like;
@@ -227,11 +256,16 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     });
   };
   if (like.is_cpu()) {
-    write_blocks(table->view(), [&] { cpu::forward(params, torch_parallel_for); });
+    std::vector<char> memory(table ? 0 : FrequencyMemory::bytes(given_frequencies.pairs));
+    write_blocks(table ? table->view() : cpu::convert(given_frequencies, memory.data()),
+                 [&] { cpu::forward(params, torch_parallel_for); });
     return result;
   }
   CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
-  write_blocks(call.frequencies(*table), [&] { cuda::forward(params, call->launch()); });
+  write_blocks(table ? call.frequencies(*table)
+                     : cuda::convert(given_frequencies, call.scratch(FrequencyMemory::bytes(given_frequencies.pairs)),
+                                     call->launch()),
+               [&] { cuda::forward(params, call->launch()); });
   call->finish();
   return result;
 }
@@ -255,8 +289,10 @@ void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int
 // All the checks of embed_out (or of embed), for callers that must write somewhere before it. On a GPU it waits until
 // the ids have been looked at.
 void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double base,
-                 int64_t flags, std::optional<Tensor> out) {
-  run({"embed", {base, flags, "embed"}, given(positions), offset, given(out), &weight, &input}, true);
+                 int64_t flags, std::optional<Tensor> out, std::optional<Tensor> frequencies) {
+  EmbedArgs args{"embed", {base, flags, "embed"}, given(positions), offset, given(out), &weight, &input};
+  args.frequencies = given(frequencies);
+  run(args, true);
 }
 
 EmbedArgs general_args(const Tensor& weight, const Tensor& input, const std::optional<Tensor>& positions,
@@ -269,7 +305,6 @@ EmbedArgs general_args(const Tensor& weight, const Tensor& input, const std::opt
   const auto refuse = [&](const char* argument, bool given) {
     POSENC_CHECK(!given, op, argument, " is not supported yet");
   };
-  refuse("frequencies", frequencies.has_value());
   refuse("position_table", position_table.has_value());
   POSENC_CHECK(!sparse || total_rows < 0, op, "sparse is not supported for a shard (total_rows ", total_rows, ")");
   return {.op = op,
@@ -287,6 +322,7 @@ EmbedArgs general_args(const Tensor& weight, const Tensor& input, const std::opt
           .at_padding = at_padding,
           .encoding_scale = encoding_scale,
           .encoding_scale_tensor = given(encoding_scale_tensor),
+          .frequencies = given(frequencies),
           .dropout_p = dropout_p,
           .seed = given(seed)};
 }
@@ -325,8 +361,9 @@ void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int6
 }
 
 EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, const std::optional<Tensor>& seed,
-                   const std::optional<Tensor>& encoding_scale_tensor, int64_t offset, double base, int64_t flags,
-                   double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
+                   const std::optional<Tensor>& encoding_scale_tensor, const std::optional<Tensor>& frequencies,
+                   int64_t offset, double base, int64_t flags, double token_scale, int64_t first_column,
+                   int64_t d_model, double encoding_scale, double dropout_p) {
   const char* op = "add_general";
   return {.op = op,
           .spec = {base, flags, op},
@@ -338,33 +375,49 @@ EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, cons
           .first_column = first_column,
           .encoding_scale = encoding_scale,
           .encoding_scale_tensor = given(encoding_scale_tensor),
+          .frequencies = given(frequencies),
           .dropout_p = dropout_p,
           .seed = given(seed)};
 }
 
 Tensor add_general(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
-                   std::optional<Tensor> encoding_scale_tensor, int64_t offset, double base, int64_t flags,
-                   double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
-  return *run(add_args(x, positions, seed, encoding_scale_tensor, offset, base, flags, token_scale, first_column,
-                       d_model, encoding_scale, dropout_p));
+                   std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies, int64_t offset,
+                   double base, int64_t flags, double token_scale, int64_t first_column, int64_t d_model,
+                   double encoding_scale, double dropout_p) {
+  return *run(add_args(x, positions, seed, encoding_scale_tensor, frequencies, offset, base, flags, token_scale,
+                       first_column, d_model, encoding_scale, dropout_p));
 }
 
 void add_general_out(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
-                     std::optional<Tensor> encoding_scale_tensor, int64_t offset, double base, int64_t flags,
-                     double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p,
-                     Tensor out) {
-  EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, offset, base, flags, token_scale, first_column,
-                            d_model, encoding_scale, dropout_p);
+                     std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies, int64_t offset,
+                     double base, int64_t flags, double token_scale, int64_t first_column, int64_t d_model,
+                     double encoding_scale, double dropout_p, Tensor out) {
+  EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, frequencies, offset, base, flags, token_scale,
+                            first_column, d_model, encoding_scale, dropout_p);
   args.out = &out;
   run(args);
 }
 
 Tensor encode(const Tensor& positions, int64_t d_model, int64_t offset, double base, int64_t flags, ScalarType dtype,
-              const Tensor* out) {
+              const Tensor* out, const Tensor* frequencies = nullptr) {
   EmbedArgs args{"positional_encoding", {base, flags, "positional_encoding"}, &positions, offset, out};
   args.d_model = d_model;
   args.dtype = dtype;
+  args.frequencies = frequencies;
   return *run(args);
+}
+
+Tensor encode_general(Tensor positions, std::optional<Tensor> frequencies, int64_t d_model, int64_t offset, double base,
+                      int64_t flags, int64_t dtype) {
+  constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Double, ScalarType::BFloat16, ScalarType::Half};
+  POSENC_CHECK(dtype >= 0 && dtype < 4, "positional_encoding", "dtype must lie in [0, 4), got ", dtype);
+  return encode(positions, d_model, offset, base, flags, kTypes[dtype], nullptr, given(frequencies));
+}
+
+void encode_general_out(Tensor positions, std::optional<Tensor> frequencies, int64_t d_model, int64_t offset,
+                        double base, int64_t flags, Tensor out) {
+  check_defined(out, "positional_encoding", "out");
+  encode(positions, d_model, offset, base, flags, out.scalar_type(), &out, given(frequencies));
 }
 
 Tensor positional_encoding(Tensor positions, int64_t d_model, int64_t offset, double base, int64_t flags,
@@ -394,6 +447,8 @@ void register_kernels(Library& m) {
   m.impl("add_general_out", TORCH_BOX(&add_general_out));
   m.impl("positional_encoding", TORCH_BOX(&positional_encoding));
   m.impl("positional_encoding_out", TORCH_BOX(&positional_encoding_out));
+  m.impl("positional_encoding_general", TORCH_BOX(&encode_general));
+  m.impl("positional_encoding_general_out", TORCH_BOX(&encode_general_out));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) { register_kernels(m); }

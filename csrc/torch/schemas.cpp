@@ -4,7 +4,8 @@
 // Every op takes its spec as scalars (base and flags, see Spec), so a compiled or exported graph holds no table and no
 // frequencies. New fields are new bits of flags; new arguments go to embed_general and add_general, whose graphs carry
 // names.
-//   positions   None for the running index, or an integer tensor of the shape of the tokens
+//   positions   None for the running index, or a tensor of the shape of the tokens: integers, float32 or float64
+//   frequencies those of the pairs of columns, float32 or float64, in place of base and divisor
 //   offset      added to either
 //   first_row, total_rows, first_column, d_model
 //               weight (or x) is a shard: these rows and columns of a whole of that many; -1: it is the whole
@@ -42,8 +43,8 @@ const bool defined = [] {
          "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float token_scale, float base, int flags, "
          "Tensor(a!) out) -> ()");
   define("check_embed",
-         "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? out=None) "
-         "-> ()");
+         "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? out=None, "
+         "Tensor? frequencies=None) -> ()");
   // Tensors are not keyword-only, since torch cannot differentiate those. 1052672: the flags of "vaswani".
   const std::string embed_general =
       "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
@@ -67,15 +68,22 @@ const bool defined = [] {
   define("add_positional_encoding_out",
          "(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
   const std::string add_general =
-      "(Tensor x, Tensor? positions=None, Tensor? seed=None, Tensor? encoding_scale_tensor=None, *, SymInt offset=0, "
-      "float base=10000.0, int flags=1052672, float token_scale=1.0, SymInt first_column=0, SymInt d_model=-1, float "
-      "encoding_scale=1.0, float dropout_p=0.0";
+      "(Tensor x, Tensor? positions=None, Tensor? seed=None, Tensor? encoding_scale_tensor=None, Tensor? "
+      "frequencies=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float token_scale=1.0, SymInt "
+      "first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0";
   define("add_general", add_general + ") -> Tensor");
   define("add_general_out", add_general + ", Tensor(a!) out) -> ()");
   define("positional_encoding",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
   define("positional_encoding_out",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
+  const std::string encode_general =
+      "(Tensor positions, Tensor? frequencies=None, *, SymInt d_model, SymInt offset=0, float base=10000.0, int "
+      "flags=1052672, ";
+  // dtype: a code of conventions.py. Torch ends the process where a formula of Python is handed a ScalarType that is
+  // none.
+  define("positional_encoding_general", encode_general + "int dtype=0) -> Tensor");
+  define("positional_encoding_general_out", encode_general + "Tensor(a!) out) -> ()");
   // first_position: of the first token that counts. offset: added to it, 0-d or one for each row.
   define(
       "positions_from_padding",

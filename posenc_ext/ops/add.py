@@ -13,6 +13,7 @@ from posenc_ext.conventions import Spec
 from posenc_ext.ops import compose, elements, shard
 from posenc_ext.ops.call import by_name, check_offset
 from posenc_ext.ops.compose import transforms_active
+from posenc_ext.ops.embed import refuse_trained_positions
 from posenc_ext.ops.tracing import (
     PLAIN,
     decomposed,
@@ -123,7 +124,13 @@ class _Add(torch.autograd.Function):
 
 
 _apply: Callable[..., Tensor] = _Add.apply
-torch.library.register_autograd("posenc_ext::add_positional_encoding", _Add.backward)
+
+
+def _check_positions(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    refuse_trained_positions(_add, inputs[1])
+
+
+torch.library.register_autograd("posenc_ext::add_positional_encoding", _Add.backward, setup_context=_check_positions)
 
 
 def _save_general(
@@ -133,8 +140,9 @@ def _save_general(
 
 
 def _add_general_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    of_sum, _, of_scale = elements.gradients(ctx, grad)
-    return of_sum * ctx.elements["token_scale"], None, None, of_scale
+    of_sum, _, found = elements.gradients(ctx, grad)
+    positional = [argument.name for argument in _add_general._schema.arguments if not argument.kwarg_only]
+    return (of_sum * ctx.elements["token_scale"], *map(found.get, positional[1:]))
 
 
 torch.library.register_autograd("posenc_ext::add_general", _add_general_formula, setup_context=_save_general)

@@ -110,7 +110,8 @@ def resolve_offset(
         offset = offset.unsqueeze(-1 if batch_first else 0)
     if positions is None:
         return first_position, offset.expand(token_shape), OFFSETS
-    return 0, broadcast_positions(positions, token_shape, batch_first, op).long() + offset, 0
+    wide = positions.double() if positions.is_floating_point() else positions.long()
+    return 0, broadcast_positions(wide, token_shape, batch_first, op) + offset, 0
 
 
 def with_running_index(positions: Tensor, batch_first: bool) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posenc_ext.conventions import AT_PADDING, NO_ENCODING, OFFSETS, SEQUENCE_FIRST, Spec
 from posenc_ext.ops.call import EmbedCall, GradientCall, with_running_index
+from posenc_ext.reference import sinusoid_columns
 
 transforms_active = torch._C._are_functorch_transforms_active
 
@@ -29,6 +30,7 @@ def embed(
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
     at_padding: int = 0,
+    frequencies: Tensor | None = None,
 ) -> Tensor:
     """As `ops.embed.run`; the other arguments as in the op `embed_general`."""
     weight, input = call.weight, call.input
@@ -48,7 +50,7 @@ def embed(
     spec = Spec(call.base, call.flags)
     if spec != NO_ENCODING:
         whole = weight.shape[1] if d_model < 0 else d_model
-        encoding = _encoding(input.shape, whole, call.positions, call.offset, spec, wide, weight.device)
+        encoding = _encoding(input.shape, whole, call.positions, call.offset, spec, wide, weight.device, frequencies)
         encoding = _scaled(
             encoding[..., first_column : first_column + weight.shape[1]], encoding_scale, encoding_scale_tensor
         )
@@ -90,11 +92,12 @@ def add(
     d_model: int = -1,
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
+    frequencies: Tensor | None = None,
 ) -> Tensor:
     """As `ops.add.run`."""
     wide, width = _wide(x.dtype), x.shape[-1]
     whole = width if d_model < 0 else d_model
-    encoding = _encoding(x.shape[:-1], whole, positions, offset, spec, wide, x.device)
+    encoding = _encoding(x.shape[:-1], whole, positions, offset, spec, wide, x.device, frequencies)
     encoding = _scaled(encoding[..., first_column : first_column + width], encoding_scale, encoding_scale_tensor)
     return (x.to(wide) * token_scale + encoding).to(x.dtype)
 
@@ -117,14 +120,46 @@ def _encoding(
     spec: Spec,
     dtype: torch.dtype,
     device: torch.device,
+    frequencies: Tensor | None = None,
 ) -> Tensor:
     """The encoding of a batch of tokens, broadcastable to it."""
+    from posenc_ext.ops import encode  # which imports this module
+
+    positions, spec = running_positions(token_shape, positions, spec, device), Spec(spec.base, spec.flags & ~OFFSETS)
+    return encode.run(positions, d_model, offset, spec, dtype, frequencies)
+
+
+def running_positions(token_shape: torch.Size, positions: Tensor | None, spec: Spec, device: torch.device) -> Tensor:
+    """The positions of a batch of tokens but for the offset, broadcastable to it."""
     batch_first, rank = not spec.flags & SEQUENCE_FIRST, len(token_shape)
-    if positions is not None and spec.flags & OFFSETS:
-        positions, spec = with_running_index(positions, batch_first), Spec(spec.base, spec.flags & ~OFFSETS)
-    if positions is None:
-        length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
-        positions = torch.arange(length, device=device)
-        positions = positions.reshape([length] + [1] * (0 if batch_first else rank - 1)) if rank else positions[0]
-    result: Tensor = torch.ops.posenc_ext.positional_encoding.default(positions, d_model, offset, *spec, dtype)
-    return result
+    if positions is not None:
+        return with_running_index(positions, batch_first) if spec.flags & OFFSETS else positions
+    length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
+    index = torch.arange(length, device=device)
+    return index.reshape([length] + [1] * (0 if batch_first else rank - 1)) if rank else index[0]
+
+
+def encode(
+    positions: Tensor, d_model: int, offset: int, spec: Spec, dtype: torch.dtype, frequencies: Tensor | None
+) -> Tensor:
+    """As `ops.encode.run`, within 3e-7 where positions are floating or frequencies are given."""
+    from posenc_ext.decompositions import _encode  # which needs the ops
+
+    return _encode(positions, d_model, offset, *spec, dtype, frequencies)
+
+
+def columns(d_model: int, spec: Spec) -> tuple[slice, slice]:
+    """Where the sines and the cosines of an encoding are."""
+    from posenc_ext.decompositions import _Spec
+
+    decoded = _Spec(*spec)
+    sines = d_model // 2 if decoded.odd == "zero" else (d_model + 1) // 2
+    first, second = sinusoid_columns(d_model, decoded.layout, sines=sines)
+    return slice(first.start, first.stop, first.step), slice(second.start, second.stop, second.step)
+
+
+def angular_frequencies(d_model: int, spec: Spec, device: torch.device) -> Tensor:
+    """Those of a spec, float64 [pairs]."""
+    from posenc_ext.decompositions import _angular
+
+    return _angular(d_model, *spec, device)

@@ -173,6 +173,15 @@ def _gradient(call: GradientCall, sparse: bool) -> Tensor:
     )
 
 
+def refuse_trained_positions(op: Any, positions: Tensor | None) -> None:
+    """The ops without keywords have no gradient to positions; the functional forms call those that have."""
+    if positions is not None and positions.requires_grad:
+        raise ValueError(
+            f"{op.name()}: positions must not require a gradient, which the op with keywords gives (embed_general, "
+            f"add_general); got positions of dtype {positions.dtype} that do"
+        )
+
+
 # ---- formulas of the public ops --------------------------------------------------------------------------------------
 
 
@@ -183,10 +192,12 @@ def _register_embed(op: Any) -> None:
         ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any] | None = None
     ) -> None:
         given = by_name(op, inputs, keyword_only_inputs or {})
+        given["rows"] = given["weight"].shape[0]
         _save(ctx, EmbedCall(**{name: given[name] for name in EmbedCall._fields}))
         if "seed" in given:
             elements.save(ctx, given, given["input"])
         else:
+            refuse_trained_positions(op, given["positions"])
             ctx.save_for_backward(given["input"])
         ctx.first_row = given.get("first_row", 0)
         whole = given.get("total_rows", -1) < 0 and given.get("d_model", -1) < 0
@@ -195,9 +206,9 @@ def _register_embed(op: Any) -> None:
     def formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if op is _embed:
             return (ctx.weight_gradient(ctx, grad, *ctx.saved_tensors), *(None,) * (len(positional) - 1))
-        of_sum, input, of_scale = elements.gradients(ctx, grad)
+        of_sum, input, found = elements.gradients(ctx, grad)
         of_weight = ctx.weight_gradient(ctx, of_sum, input) if ctx.needs_input_grad[0] else None
-        return (of_weight, *(None,) * (len(positional) - 2), of_scale)
+        return (of_weight, *(found.get(argument.name) for argument in positional[1:]))
 
     torch.library.register_autograd(op.name(), formula, setup_context=setup)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posenc_ext.conventions import DTYPES, NO_ENCODING, ODD_RULES
 from posenc_ext.ops.call import by_name
 
 _MOST_COLUMNS = 2**24
@@ -25,6 +26,22 @@ def _require(condition: bool, op: str, text: str) -> None:
 def _check_integers(op: str, argument: str, tensor: Tensor) -> None:
     good = tensor.dtype in (torch.int64, torch.int32)
     _require(good, op, f"{argument} must have dtype int64 or int32, got {tensor.dtype}")
+
+
+def _check_positions(op: str, positions: Tensor) -> None:
+    good = positions.dtype in (torch.int64, torch.int32, torch.float32, torch.float64)
+    _require(good, op, f"positions must have dtype int64, int32, float32 or float64, got {positions.dtype}")
+
+
+def _check_frequencies(op: str, frequencies: Tensor, d_model: int, flags: int, like: Tensor, name: str) -> None:
+    _check_device(op, "frequencies", frequencies, like, name)
+    good = frequencies.dtype in (torch.float32, torch.float64)
+    _require(good, op, f"frequencies must have dtype float32 or float64, got {frequencies.dtype}")
+    _require(not flags & NO_ENCODING.flags & 1 << 16, op, "frequencies need an encoding, got flags without one")
+    pairs = (d_model + (flags >> 8 & 15 != ODD_RULES["zero"])) // 2
+    good = frequencies.dim() == 1 and frequencies.shape[0] == pairs
+    text = f"frequencies must have shape [{pairs}], one for each pair of columns, got {list(frequencies.shape)}"
+    _require(good, op, text)
 
 
 def _check_device(op: str, argument: str, tensor: Tensor, like: Tensor, name: str) -> None:
@@ -91,12 +108,16 @@ def _output(
     out: Tensor | None,
     d_model: int = -1,
     input: Tensor | None = None,
+    frequencies: Tensor | None = None,
+    flags: int = 0,
 ) -> Tensor:
     """What a forward op returns, after the checks that all of them have in common."""
     d_model = width if d_model < 0 else d_model
     _check_width(op, d_model)
+    if frequencies is not None:
+        _check_frequencies(op, frequencies, d_model, flags, like, name)
     if positions is not None:
-        _check_integers(op, "positions", positions)
+        _check_positions(op, positions)
         good = positions.shape == token_shape
         text = f"positions must have the shape of the tokens {list(token_shape)}, got {list(positions.shape)}"
         _require(good, op, text)
@@ -123,6 +144,8 @@ def _embed(
     out: Tensor | None = None,
     total_rows: int = -1,
     d_model: int = -1,
+    frequencies: Tensor | None = None,
+    flags: int = 0,
     **_: Any,
 ) -> Tensor:
     _check_floating(op, "weight", weight.dtype)
@@ -131,7 +154,8 @@ def _embed(
     _check_device(op, "input", input, weight, "weight")
     _check_whole(op, "total_rows", total_rows, weight.shape[0])
     _check_whole(op, "d_model", d_model, weight.shape[1])
-    return _output(op, weight, "weight", weight.dtype, input.shape, weight.shape[1], positions, out, d_model, input)
+    width, dtype = weight.shape[1], weight.dtype
+    return _output(op, weight, "weight", dtype, input.shape, width, positions, out, d_model, input, frequencies, flags)
 
 
 def _add(
@@ -140,18 +164,38 @@ def _add(
     positions: Tensor | None = None,
     out: Tensor | None = None,
     d_model: int = -1,
+    frequencies: Tensor | None = None,
+    flags: int = 0,
     **_: Any,
 ) -> Tensor:
     _check_floating(op, "x", x.dtype)
     _require(x.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar")
     _check_whole(op, "d_model", d_model, x.shape[-1])
-    return _output(op, x, "x", x.dtype, x.shape[:-1], x.shape[-1], positions, out, d_model)
+    tokens, width = x.shape[:-1], x.shape[-1]
+    return _output(op, x, "x", x.dtype, tokens, width, positions, out, d_model, None, frequencies, flags)
 
 
-def _encode(op: str, positions: Tensor, d_model: int, dtype: Any = None, out: Tensor | None = None, **_: Any) -> Tensor:
+def _encode(
+    op: str,
+    positions: Tensor,
+    d_model: int,
+    dtype: Any = None,
+    out: Tensor | None = None,
+    frequencies: Tensor | None = None,
+    flags: int = 0,
+    **_: Any,
+) -> Tensor:
     argument, chosen = ("dtype", dtype) if out is None else ("out", out.dtype)
     _check_floating(op, argument, chosen)
-    return _output(op, positions, "positions", chosen, positions.shape, d_model, positions, out)
+    tokens = positions.shape
+    return _output(
+        op, positions, "positions", chosen, tokens, d_model, positions, out, frequencies=frequencies, flags=flags
+    )
+
+
+def _encode_general(op: str, dtype: int = 0, **arguments: Any) -> Tensor:
+    _require(0 <= dtype < len(DTYPES), op, f"dtype must lie in [0, {len(DTYPES)}), got {dtype}")
+    return _encode(op, dtype=DTYPES[dtype], **arguments)
 
 
 def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) -> Any:
@@ -224,6 +268,8 @@ for _op, _check, *_names in (
     ("add_positional_encoding", _add, "add_positional_encoding_out"),
     ("add_general", _add, "add_general", "add_general_out"),
     ("positional_encoding", _encode, "positional_encoding", "positional_encoding_out"),
+    ("positional_encoding", _encode_general, "positional_encoding_general"),
+    ("positional_encoding", _encode, "positional_encoding_general_out"),
     ("positions_from_padding", _from_padding, "positions_from_padding"),
     ("positions_from_cu_seqlens", _from_cu_seqlens, "positions_from_cu_seqlens"),
     ("positions_from_sequence_ids", _from_sequence_ids, "positions_from_sequence_ids"),

@@ -47,6 +47,7 @@ def embed(run: Callable[..., Tensor], call: EmbedCall, general: Mapping[str, Any
         raise ValueError("posenc_ext::embed: weight must be a DTensor where input is one, got a Tensor")
     of_scale = general.get("encoding_scale_tensor")
     refuse("embed", weight, scale_grad_by_freq=call.scale_grad_by_freq, sparse=call.sparse, encoding_scale=of_scale)
+    general = _encoding_of("embed", weight, call.positions, general)
     mesh = weight.device_mesh
     _check_placements("embed", "weight", weight)
     input = _on_mesh("embed", "input", call.input, mesh)
@@ -89,6 +90,7 @@ def add(
     from torch.distributed.tensor import Replicate
 
     refuse("add_positional_encoding", x, encoding_scale=further.get("encoding_scale_tensor"))
+    further = _encoding_of("add_positional_encoding", x, positions, further)
     whole = cast("DTensor", x)
     if any(placement.is_partial() for placement in whole.placements):
         whole = whole.redistribute(placements=[Replicate() if p.is_partial() else p for p in whole.placements])
@@ -160,6 +162,16 @@ def _starts(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ..
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(shape, mesh, placements)[1]
+
+
+def _encoding_of(op: str, like: Tensor, positions: Tensor | None, further: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Frequencies are whole on each rank. Gradients to them, or to positions, are in parts, and not summed."""
+    frequencies = further.get("frequencies")
+    for name, tensor in {"positions": positions, "frequencies": frequencies}.items():
+        refuse(op, like, **{f"a gradient to {name}": tensor is not None and tensor.requires_grad})
+    if frequencies is None or not is_dtensor(frequencies):
+        return further
+    return {**further, "frequencies": cast("DTensor", frequencies).full_tensor()}
 
 
 def _local_positions(

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 
 #include "checks.h"
+#include "cpu/dispatch.h"
 #include "fake_cuda.h"
 #include "frequency.h"
 
@@ -27,6 +29,8 @@ Columns columns_of_case(int64_t layout, OddRule odd, int64_t width) {
 
 enum class Given { nothing, for_seq, for_tokens, for_rows };  // for_rows: added to the running index
 
+enum class Number { integer, float32, float64 };
+
 constexpr int64_t kWholeTable = INT64_MAX;
 
 // One call, in the terms of its tensors.
@@ -43,6 +47,8 @@ struct ForwardCase {
   int64_t offset = 0;
   bool far_positions = true;  // some, among near ones
   bool int64_ids = true, int64_positions = true;
+  Number positions = Number::integer;    // floating ones have fractions
+  Number frequencies = Number::integer;  // those of a spec, or given ones
   int64_t rows = 11;
   int64_t first_row = 0, end_row = kWholeTable;  // those of a shard
   int64_t base_shift = 0, out_shift = 0;         // first element of the view
@@ -77,6 +83,8 @@ std::string ForwardCase::text() const {
       {"offset", offset},
       {"int64 ids", int64_ids},
       {"int64 positions", int64_positions},
+      {"number of positions", static_cast<int64_t>(positions)},
+      {"number of frequencies", static_cast<int64_t>(frequencies)},
       {"base shift", base_shift},
       {"out shift", out_shift},
       {"base gap", base_gap},
@@ -165,6 +173,23 @@ class ForwardTensors {
     result.encoding.scale_on_device = number;
     return result;
   }
+  // Of both signs and every size, or none where the case takes those of its spec.
+  std::optional<GivenFrequencies> given_frequencies() {
+    const int64_t pairs = params.encoding.columns.pairs();
+    if (case_.frequencies == Number::integer || pairs == 0) return std::nullopt;
+    float32_frequencies_ = Buffer<float>(pairs), float64_frequencies_ = Buffer<double>(pairs);
+    for (int64_t k = 0; k < pairs; ++k) {
+      double w = static_cast<double>(random_.below(1 << 20) - (1 << 19)) / (int64_t{1} << random_.below(40));
+      if (random_.below(20) == 0) w = random_.below(2) == 0 ? 0 : NAN;
+      if (random_.below(20) == 0) w *= 1e19;
+      float32_frequencies_.data()[k] = static_cast<float>(w);
+      float64_frequencies_.data()[k] = w;
+    }
+    const bool wide = case_.frequencies == Number::float64;
+    const void* data = float64_frequencies_.data();
+    if (!wide) data = float32_frequencies_.data();
+    return GivenFrequencies{data, wide, pairs, case_.precision};
+  }
   double whole_scale() const {
     const double number = case_.dtype == Dtype::float64
                               ? case_.scale_on_device
@@ -204,9 +229,29 @@ class ForwardTensors {
     return ids;
   }
 
-  std::vector<int64_t> some_positions() {
+  int64_t position_count() const {
     const int64_t counts[] = {0, case_.seq, case_.tokens(), case_.batch};
-    const int64_t count = counts[static_cast<int>(case_.given)];
+    return counts[static_cast<int>(case_.given)];
+  }
+
+  // With fractions of every size, and now and then what is no number.
+  Floats some_floats(int64_t count) {
+    float32_positions_ = Buffer<float>(count), float64_positions_ = Buffer<double>(count);
+    const bool wide = case_.positions == Number::float64;
+    for (int64_t i = 0; i < count; ++i) {
+      const double whole = static_cast<double>(some_position(random_, wide, case_.far_positions));
+      double number = whole + static_cast<double>(random_.below(1 << 30)) / (int64_t{1} << 30);
+      if (random_.below(5) == 0) number /= static_cast<double>(int64_t{1} << random_.below(60));
+      if (case_.far_positions && random_.below(15) == 0) number = random_.below(2) == 0 ? NAN : -INFINITY;
+      float32_positions_.data()[i] = static_cast<float>(number);
+      float64_positions_.data()[i] = number;
+    }
+    if (wide) return {float64_positions_.data(), true};
+    return {float32_positions_.data(), false};
+  }
+
+  std::vector<int64_t> some_positions() {
+    const int64_t count = position_count();
     std::vector<int64_t> positions(count);
     for (int64_t& position : positions) position = some_position(random_, case_.int64_positions, case_.far_positions);
     return positions;
@@ -224,7 +269,8 @@ class ForwardTensors {
     positions.offset = case_.offset;
     positions.running = case_.given == Given::nothing || case_.given == Given::for_rows;
     if (case_.given == Given::nothing) return;
-    positions.given = positions_.view();
+    if (case_.positions == Number::integer) positions.given = positions_.view();
+    else positions.floats = some_floats(static_cast<int64_t>(position_count()));
     positions.strides = case_.given == Given::for_seq    ? TokenStrides{0, 1}
                         : case_.given == Given::for_rows ? TokenStrides{1, 0}
                                                          : order(1);
@@ -243,6 +289,8 @@ class ForwardTensors {
   IntegerTensor ids_, positions_;
   Buffer<uint32_t> words_[4] = {Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0)};
   Buffer<float> angular_{0};
+  Buffer<float> float32_positions_{0}, float32_frequencies_{0};
+  Buffer<double> float64_positions_{0}, float64_frequencies_{0};
   Buffer<int64_t> seed_{1};
   Buffer<float> float_scale_{1};
   Buffer<double> double_scale_{1};
@@ -254,10 +302,15 @@ void check_case(const ForwardCase& what) {
   ForwardParams params = tensors.params;
   params.out = expected.at(what.out_shift);
   params.encoding.scale = tensors.whole_scale();
+  const auto given = tensors.given_frequencies();
+  const int64_t words = given ? FrequencyMemory::bytes(given->pairs) / 4 : 0;
+  Buffer<uint32_t> of_host(words), of_device(words);
+  if (given) params.encoding.frequencies = cpu::convert(*given, of_host.data());
   if (what.tokens() > 0) cpu::forward(params, run_serially);
   params = tensors.on_device();
   params.out = got.at(what.out_shift);
   const Device device(what.resident_threads);
+  if (given) params.encoding.frequencies = cuda::convert(*given, of_device.data(), device.launch);
   cuda::forward(params, device.launch);
   device.wait();
   const int64_t at = expected.first_difference(got);
@@ -324,6 +377,30 @@ void check_general(const Options& options) {
               if (part > 2) what.scale_on_device = -1.7;
               if (source == Source::gathered) what.at_padding = static_cast<AtPadding>(part % kAtPaddings);
               if (part == 4) what.batch = 5, what.seq = 9, what.sequence_first = true, what.resident_threads = 1;
+              check_case(what);
+            }
+}
+
+// Positions that are no integers and frequencies that are given, alone and together.
+void check_numbers(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : kSources)
+      for (const int64_t layout : {kInterleaved, kCosSin, kCosineFirst})
+        for (const Given given : kGiven)
+          for (const int64_t width : {32, 35})
+            for (const int64_t part : {0, 1, 2, 3, 4, 5}) {
+              if (options.few && part > 1) continue;
+              ForwardCase what{dtype, source, layout};
+              what.given = given;
+              what.width = width;
+              what.odd = odd_rule(layout + part);
+              what.precision = kBothPrecisions[part % 2];
+              what.positions = static_cast<Number>(part % 3);
+              what.frequencies = static_cast<Number>((part + 1 + part / 3) % 3);
+              what.seed = static_cast<uint64_t>(part + width);
+              if (part == 3) what.encoding_scale = -0.4, what.dropout_threshold = 20000;
+              if (part > 2) what.far_positions = false;
+              if (part == 4) what.batch = 11, what.seq = 2, what.resident_threads = 1, what.offset = 3;
               check_case(what);
             }
 }
@@ -864,6 +941,7 @@ void check_long_batches() {
 }  // namespace
 
 void check_forward(const Options& options) {
+  if (begin_group(options, "forward: numbers")) check_numbers(options);
   if (begin_group(options, "forward: kernels")) check_kernels(options);
   if (begin_group(options, "forward: general")) check_general(options);
   if (begin_group(options, "forward: widths")) check_widths(options);

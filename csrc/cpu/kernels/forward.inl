@@ -9,21 +9,31 @@ constexpr int64_t kTilePairs = 256;
 // ---- encodings
 
 // Whether the short formulas serve a position of magnitude p. exact: two words of each frequency are enough below 2^32.
-// reference: the angle is short, since no frequency is above 1 and so no angle above the position.
-POSENC_HD bool is_near(Precision precision, uint64_t p) {
-  return precision == Precision::exact ? p >> 32 == 0 : static_cast<float>(p) < kShortAngle;
+// reference: no angle is above that of the largest frequency.
+POSENC_HD bool is_near(const Encoding& encoding, const Magnitude& p) {
+  return encoding.precision == Precision::exact ? p.whole >> 32 == 0
+                                                : static_cast<float>(p) * encoding.frequencies.largest < kShortAngle;
 }
 
 // Calls sink(i, sines and cosines of pairs first + i and on) for `count` pairs, a whole vector at a time, at a near
 // position of magnitude p. The last vector may reach past the last pair: frequencies are padded.
 template <class Sink>
-POSENC_HD void visit_near_pairs(const Encoding& encoding, uint64_t p, int64_t first, int64_t count, const Sink& sink) {
+POSENC_HD void visit_near_pairs(const Encoding& encoding, const Magnitude& p, int64_t first, int64_t count,
+                                const Sink& sink) {
   const Frequencies& f = encoding.frequencies;
   if (encoding.precision == Precision::exact) {
-    const UintVector p0 = splat(static_cast<uint32_t>(p));
+    const UintVector p0 = splat(static_cast<uint32_t>(p.whole));
     const auto word = [&](int n, int64_t i) { return load_bytes<UintVector>(f.turns[n] + first + i); };
-    for (int64_t i = 0; i < count; i += kLanes<float>)
-      sink(i, sincos_of_phase32(phase_of_product(p0, word(0, i), word(1, i))));
+    if (p.fraction == 0) {
+      for (int64_t i = 0; i < count; i += kLanes<float>)
+        sink(i, sincos_of_phase32(phase_of_product(p0, word(0, i), word(1, i))));
+    } else {
+      const UintVector fraction = splat(static_cast<uint32_t>(p.fraction >> 32));
+      for (int64_t i = 0; i < count; i += kLanes<float>) {
+        const UintVector high = word(0, i);
+        sink(i, sincos_of_phase32(phase_of_product(p0, high, word(1, i)) + phase_of_fraction(fraction, high)));
+      }
+    }
   } else {
     const float p32 = static_cast<float>(p);
     for (int64_t i = 0; i < count; i += kLanes<float>)
@@ -31,23 +41,55 @@ POSENC_HD void visit_near_pairs(const Encoding& encoding, uint64_t p, int64_t fi
   }
 }
 
+// The same for frequencies that are given, of any size and sign.
+template <class Sink>
+POSENC_HD void visit_near_given_pairs(const Encoding& encoding, const Magnitude& p, int64_t first, int64_t count,
+                                      const Sink& sink) {
+  const Frequencies& f = encoding.frequencies;
+  const auto word = [&](const auto* words, int64_t i) { return load_bytes<UintVector>(words + first + i); };
+  const float p32 = static_cast<float>(p);
+  const UintVector p0 = splat(static_cast<uint32_t>(p.whole)), low = splat(static_cast<uint32_t>(p.fraction)),
+                   high = splat(static_cast<uint32_t>(p.fraction >> 32));
+  for (int64_t i = 0; i < count; i += kLanes<float>) {
+    const FloatVector angular = bit_cast<FloatVector>(word(f.angular, i));
+    if (encoding.precision == Precision::exact) {
+      const UintVector turns = word(f.turns[0], i);
+      SinCos<FloatVector> pair = sincos_of_phase32(phase_of_product(p0, turns, word(f.turns[1], i)) +
+                                                   phase_of_fraction(high, low, turns, word(f.whole_turns, i)));
+      pair.sin = Lane<UintVector>::flipped(pair.sin + angular, bit_cast<UintVector>(angular));
+      pair.cos = pair.cos + angular;
+      sink(i, pair);
+    } else {
+      const UintVector angle = bit_cast<UintVector>(angular * p32);
+      SinCos<FloatVector> pair = sincos_of_short_angle<UintVector>(bit_cast<FloatVector>(angle & 0x7FFFFFFFu));
+      pair.sin = Lane<UintVector>::flipped(pair.sin, angle);
+      sink(i, pair);
+    }
+  }
+}
+
 // The same at any position.
 template <class Sink>
-POSENC_HD void visit_pairs(const Encoding& encoding, int64_t position, int64_t first, int64_t count, const Sink& sink) {
-  const uint64_t p = magnitude(position);
-  const UintVector sign = splat(position < 0 ? 0x80000000u : 0u);
+POSENC_HD void visit_pairs(const Encoding& encoding, const Position& position, int64_t first, int64_t count,
+                           const Sink& sink) {
+  const Magnitude p = magnitude(position);
+  const UintVector sign = splat(position.whole < 0 ? 0x80000000u : 0u);
   const auto with_sign = [&](int64_t i, SinCos<FloatVector> pair) {
     pair.sin = bit_cast<FloatVector>(bit_cast<UintVector>(pair.sin) ^ sign);
     sink(i, pair);
   };
-  if (is_near(encoding.precision, p)) return visit_near_pairs(encoding, p, first, count, with_sign);
+  if (is_near(encoding, p)) {
+    if (encoding.frequencies.given()) return visit_near_given_pairs(encoding, p, first, count, with_sign);
+    return visit_near_pairs(encoding, p, first, count, with_sign);
+  }
   for (int64_t i = 0; i < count; i += kLanes<float>) {
     SinCos<FloatVector> pairs;
     for (int64_t lane = 0; lane < kLanes<float>; ++lane) {
-      const SinCos<float> pair = sincos_of_pair(encoding.frequencies, encoding.precision, p, first + i + lane, float{});
+      const auto pair =
+          encoding_of_pair<float, true>(encoding.frequencies, encoding.precision, position, first + i + lane);
       pairs.sin[lane] = pair.sin, pairs.cos[lane] = pair.cos;
     }
-    with_sign(i, pairs);
+    sink(i, pairs);
   }
 }
 
@@ -59,12 +101,12 @@ class RunningPhases {
   // Whether the tokens of this call follow one another and repay start().
   static bool worth_it(const ForwardParams& params, int64_t tokens) {
     return params.encoding.precision == Precision::exact && params.encoding.columns.pairs() <= kMostPairs &&
-           params.positions.running && params.positions.given.data == nullptr && params.tokens.batch == 1 &&
-           tokens >= kLeastTokens;
+           params.positions.running && params.positions.given.data == nullptr &&
+           params.positions.floats.data == nullptr && params.tokens.batch == 1 && tokens >= kLeastTokens;
   }
   // As visit_near_pairs, for all pairs: whole vectors of them. The position is near and not negative.
   template <class Sink>
-  POSENC_HD void visit(const Frequencies& frequencies, int64_t position, int64_t pairs, const Sink& sink) {
+  POSENC_HD void visit(const Frequencies& frequencies, uint64_t position, int64_t pairs, const Sink& sink) {
     if (position != next_) start(frequencies, position, pairs);
     next_ = position + 1;
     constexpr int64_t kHalf = kLanes<double>;
@@ -77,17 +119,17 @@ class RunningPhases {
   }
 
  private:
-  void start(const Frequencies& frequencies, int64_t position, int64_t pairs) {
+  void start(const Frequencies& frequencies, uint64_t position, int64_t pairs) {
     for (int64_t k = 0; k < pairs; ++k) {
       turns_[k] = static_cast<uint64_t>(frequencies.turns[0][k]) << 32 | frequencies.turns[1][k];
-      phases_[k] = turns_[k] * static_cast<uint64_t>(position);
+      phases_[k] = turns_[k] * position;
     }
   }
 
   static constexpr int64_t kMostPairs = 1024;  // 16 KB, a part of the first-level cache
   static constexpr int64_t kLeastTokens = 8;
   alignas(64) uint64_t phases_[kMostPairs], turns_[kMostPairs];
-  int64_t next_ = -1;  // the position that phases_ are for
+  uint64_t next_ = ~uint64_t{0};  // the position that phases_ are for; none is as large
 };
 
 // Where the encoding of column i of a span is kept in the buffer: in the order in which the elements are loaded. Those
@@ -103,7 +145,7 @@ POSENC_HD int64_t kept_at(int64_t i) {
 // Pairs side by side (step 2): pair first + i, as (sin, cos) or (cos, sin), is written to kept_at(2 * i) and
 // kept_at(2 * i + 1). Whole vectors are written, so there must be room past the last pair.
 template <class T>
-void fill_interleaved(const Encoding& encoding, int64_t position, int64_t first, int64_t count, float* to) {
+void fill_interleaved(const Encoding& encoding, const Position& position, int64_t first, int64_t count, float* to) {
   const bool cosine_first = encoding.columns.cosine_first();
   visit_pairs(encoding, position, first, count, [&](int64_t i, const SinCos<FloatVector>& pair) {
     FloatVector low = cosine_first ? pair.cos : pair.sin, high = cosine_first ? pair.sin : pair.cos;
@@ -115,7 +157,7 @@ void fill_interleaved(const Encoding& encoding, int64_t position, int64_t first,
 
 // Sines and cosines apart (step 1): those of pair first + i are written to kept_at(i) of each buffer.
 template <class T>
-void fill_halves(const Encoding& encoding, int64_t position, int64_t first, int64_t count, float* sines,
+void fill_halves(const Encoding& encoding, const Position& position, int64_t first, int64_t count, float* sines,
                  float* cosines) {
   visit_pairs(encoding, position, first, count, [&](int64_t i, const SinCos<FloatVector>& pair) {
     store_bytes<false>(sines + i, pair.sin);
@@ -134,20 +176,22 @@ void fill_halves(const Encoding& encoding, int64_t position, int64_t first, int6
 }
 
 template <class T>
-void fill_interleaved(const Encoding& encoding, int64_t position, int64_t first, int64_t count, double* to) {
+void fill_interleaved(const Encoding& encoding, const Position& position, int64_t first, int64_t count, double* to) {
   const bool cosine_first = encoding.columns.cosine_first();
   for (int64_t i = 0; i < count; ++i) {
-    const SinCos<double> pair = encoding_of_pair<double>(encoding.frequencies, encoding.precision, position, first + i);
+    const SinCos<double> pair =
+        encoding_of_pair<double, true>(encoding.frequencies, encoding.precision, position, first + i);
     to[2 * i + cosine_first] = pair.sin;
     to[2 * i + !cosine_first] = pair.cos;
   }
 }
 
 template <class T>
-void fill_halves(const Encoding& encoding, int64_t position, int64_t first, int64_t count, double* sines,
+void fill_halves(const Encoding& encoding, const Position& position, int64_t first, int64_t count, double* sines,
                  double* cosines) {
   for (int64_t i = 0; i < count; ++i) {
-    const SinCos<double> pair = encoding_of_pair<double>(encoding.frequencies, encoding.precision, position, first + i);
+    const SinCos<double> pair =
+        encoding_of_pair<double, true>(encoding.frequencies, encoding.precision, position, first + i);
     sines[i] = pair.sin;
     cosines[i] = pair.cos;
   }
@@ -170,7 +214,7 @@ struct Tile {
     if (end > column) spans[span_count++] = {column, end - column, encoding};
   }
 
-  void fill(const Encoding& encoding, int64_t position, int64_t first) {
+  void fill(const Encoding& encoding, const Position& position, int64_t first) {
     const Columns& columns = encoding.columns;
     const int64_t last = std::min(first + kTilePairs, columns.pairs());
     const int64_t last_sine = std::min(last, columns.sines), last_cosine = std::min(last, columns.cosines);
@@ -190,8 +234,9 @@ struct Tile {
       push(columns.cosine_start + first, columns.cosine_start + last_cosine, buffer + kTilePairs);
     }
     if (last == columns.pairs() && columns.has_zero_column()) push(columns.width - 1, columns.width, &zero);
-    if (encoding.scale != 1)
-      for (acc_t& value : buffer) value *= static_cast<acc_t>(encoding.scale);
+    const acc_t factor = position.exists() ? static_cast<acc_t>(encoding.scale) : static_cast<acc_t>(NAN);
+    if (factor != 1)
+      for (acc_t& value : buffer) value *= factor;
   }
 };
 
@@ -429,7 +474,7 @@ class ForwardLoop {
     const Columns& columns = params_.encoding.columns;
     fused_ = sizeof(acc_t) == sizeof(float) && columns.encoded && columns.step == 2 && !columns.cosine_first() &&
              columns.width % (2 * kLanes<float>) == 0 && params_.column_stride == 1 && params_.encoding.scale == 1 &&
-             params_.dropout.seed == nullptr;
+             params_.dropout.seed == nullptr && !params_.encoding.frequencies.given();
     running_ = fused_ && RunningPhases::worth_it(params_, end - begin);
     TokenLoop loop(params_.tokens, params_.tokens.seq, begin);
     for (int64_t at = begin; at < end; at += Lookup<T, source>::kMost) {
@@ -437,11 +482,11 @@ class ForwardLoop {
       lookup_.collect(params_, loop, count, end - at);
       for (int64_t i = 0; i < count; ++i) {
         const Token<acc_t>& token = lookup_.tokens[i];
-        const int64_t position = token.position;
+        const Position& position = token.position;
         if (token.constant) {
           write_constant<T, stream>(out_of(i), columns.width, token.scale);
-        } else if (!fused_ || !token.embedded || !token.encoded || position < 0 ||
-                   !is_near(params_.encoding.precision, position)) {
+        } else if (!fused_ || !token.embedded || !token.encoded || position.whole < 0 ||
+                   !is_near(params_.encoding, magnitude(position))) {
           for (int64_t tile = 0; tile < tiles_per_row(); tile += kTiles) {
             const int64_t some = std::min(kTiles, tiles_per_row() - tile);
             fill_tiles(position, tile, some, 0);
@@ -466,7 +511,7 @@ class ForwardLoop {
       for (int64_t tile = 0; tile < tiles_per_row(); tile += in_pass) {
         const int64_t some = std::min(in_pass, tiles_per_row() - tile);
         for (int64_t t = block.first; t < block.last; ++t)
-          fill_tiles(position_of(params_, 0, t), tile, some, (t - block.first) * some);
+          fill_tiles(position_of<true>(params_, 0, t), tile, some, (t - block.first) * some);
         loop = block;
         for (int64_t token = at; token < block_end; token += Lookup<T, source>::kMost) {
           const int64_t count = std::min(Lookup<T, source>::kMost, block_end - token);
@@ -488,7 +533,7 @@ class ForwardLoop {
   T* out_of(int64_t i) const { return static_cast<T*>(params_.out) + lookup_.tokens[i].out; }
 
   // Tiles tile .. tile + count - 1 of a position, kept from `to` on.
-  void fill_tiles(int64_t position, int64_t tile, int64_t count, int64_t to) {
+  void fill_tiles(const Position& position, int64_t tile, int64_t count, int64_t to) {
     for (int64_t n = 0; n < count; ++n) tiles_[to + n].fill(params_.encoding, position, (tile + n) * kTilePairs);
   }
 
@@ -536,12 +581,13 @@ class ForwardLoop {
   template <bool stream_row>
   void write_fused(int64_t i) {
     if constexpr (sizeof(acc_t) == sizeof(float)) {
-      const int64_t position = lookup_.tokens[i].position, pairs = params_.encoding.columns.pairs();
+      const Magnitude position = magnitude(lookup_.tokens[i].position);
+      const int64_t pairs = params_.encoding.columns.pairs();
       const auto write = [&](const auto& visit) {
         fused_row<T, source, stream_row>(visit, base_of(i), base_of(i + kPrefetchTokens), out_of(i), lookup_.tokens[i]);
       };
       if (running_) {
-        write([&](const auto& sink) { phases_.visit(params_.encoding.frequencies, position, pairs, sink); });
+        write([&](const auto& sink) { phases_.visit(params_.encoding.frequencies, position.whole, pairs, sink); });
       } else {
         write([&](const auto& sink) { visit_near_pairs(params_.encoding, position, 0, pairs, sink); });
       }
