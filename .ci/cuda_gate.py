@@ -8,7 +8,8 @@ For every kernel of ours and every architecture:
     without an encoding has one, those with one have as many as the polynomials take, and a base term adds none
     where a base term is scaled and an encoding is added, a multiplication and an addition for each element
     where ids are looked at, an id out of range is recorded by one atomic of its warp at most: a look without an atomic,
-    the search for the warp's first, the atomic, and only behind that the lock; no atomics elsewhere
+    the search for the warp's first, the atomic, and only behind that the lock, between whose atomics and what it guards
+    there are fences; no atomics elsewhere
 For sm_90, besides, as they are launched on a device of 132 multiprocessors. bench/in_flight.json, from which the
 benchmark estimates, is compared with that, or written by --write:
     kernels that share encodings keep 24 KB of reads in flight on each, and ask for ids before they store
@@ -199,35 +200,38 @@ def used_registers(text: str) -> set[str]:
 
 
 # What the recording of an id may do with memory that threads share, in its order, and a letter for each: a look at the
-# record, an exchange within a warp, the atomic minimum, the lock, its release, and any other atomic.
+# record, an exchange within a warp, the atomic minimum, the lock, its release, a fence, and any other atomic.
 STEPS = {
     r"LDG\S*\.64\.STRONG\S*": "L",
     r"SHFL\S*": "S",
     r"ATOMG?\S*\.MIN\.64\S*": "M",
     r"ATOMG?\S*\.CAS\.STRONG\S*": "C",
     r"ATOMG?\S*\.EXCH\.STRONG\S*": "X",
+    r"MEMBAR\.SC\.GPU": "F",
     r"(?:ATOM|ATOMG|ATOMS|RED|REDG|REDS)\.\S*": "?",
 }
+# Behind the lock, and before it is freed, a fence.
+RECORDS, TAKES = r"(L+S+MC[CLF]*FLF+X)+S*", r"C+F+CF+X"
 READS_IDS = ("find_out_of_range", "mark_keys")
 
 
 def problems_of_atomics(kernel: Kernel) -> list[str]:
-    """Whether ids out of range are recorded as they should; the host's one thread that takes a record is let alone."""
+    """Whether ids out of range are recorded, and a record is taken, as they should."""
     steps = ""
     for opcode in re.findall(r"^(?:@\S+ )?(\S+)", kernel.text, re.MULTILINE):
         steps += next((letter for pattern, letter in STEPS.items() if re.fullmatch(pattern, opcode)), "")
     if kernel.function == "take_record":
-        return []
+        return [] if re.fullmatch(TAKES, steps) else [f"taking a record: {steps}"]
     if kernel.function in READS_IDS or (kernel.forward and "gathered" in kernel.parameters):
         # What the compiler moves behind the end are the exchanges of warps that are not whole.
-        return [] if re.fullmatch(r"(L+S+MC[CL]*X)+S*", steps) else [f"more than one atomic of a warp: {steps}"]
-    return [f"atomics: {steps}"] if re.search("[MCX?]", steps) else []
+        return [] if re.fullmatch(RECORDS, steps) else [f"a record, not by one atomic of a warp and fences: {steps}"]
+    return [f"atomics: {steps}"] if re.search("[MCXF?]", steps) else []
 
 
 def problems_of(kernel: Kernel, kernels: dict[str, Kernel]) -> list[str]:
     """What the machine code of a kernel should not have, and what it lacks; `kernels` are all of an architecture."""
     problems = []
-    divides = kernel.function == "sum_segments"
+    divides = kernel.function.endswith("sum_segments")
     fused, multiplied, added = map(kernel.numbers, ("FMA", "MUL", "ADD"))
     if kernel.count("LDL|STL"):
         problems.append("local memory")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posenc_ext import _C, CONVENTIONS, functional
+from posenc_ext import _C, CONVENTIONS, LearnedPositionalEmbedding, functional
 
 from . import accuracy, inputs, memory
 from .inputs import COPY, EAGER, OURS, Shape, copy_of, gradient, table
@@ -137,6 +137,7 @@ def decode(case: Case, settings: Settings) -> list[Provider]:
 
 
 P = 0.1  # of dropout
+LEARNED, COMPILED_LEARNED = "wte(x) + wpe(arange)", "wte(x) + wpe(arange), torch.compile"
 
 # What a call may do besides, and what it then is compared with.
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -172,6 +173,24 @@ def offsets(case: Case, settings: Settings) -> list[Provider]:
         Provider(OURS, lambda tokens: functional.embed(tokens, data, offset=offset, out=out), ids),
         Provider(EXPLICIT, lambda tokens: functional.embed(tokens, data, positions=places, out=out), ids),
     ]
+
+
+def learned(case: Case, settings: Settings) -> list[Provider]:
+    """Token + position, both looked up: GPT-2's input layer."""
+    shape, ids, weight = case.shape, case.batches(settings), case.weight(settings)
+    positions = nn.Parameter(table(dataclasses.replace(shape, vocabulary=shape.length), settings.device))
+    position = LearnedPositionalEmbedding(shape.length, shape.width, device="meta")
+    position.weight = positions
+    layer = inputs.fused(shape, weight, token_scale=1, position=position)
+
+    def eager(tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, weight) + F.embedding(torch.arange(tokens.shape[1], device=tokens.device), positions)
+
+    found = [Provider(OURS, layer, ids), Provider(LEARNED, eager, ids)]
+    if not settings.quick:
+        torch.compiler.reset()
+        found.append(Provider(COMPILED_LEARNED, inputs.compiled(eager), ids))
+    return found
 
 
 def with_dropout(case: Case, settings: Settings, *, backward: bool) -> list[Provider]:
@@ -431,6 +450,8 @@ def cpu_cases() -> Iterator[Case]:
             yield out(f"forward.{what}.{shape.name}", title, partial(extra, what=what), shape, limit)
         title = f"forward {shape.text}, an offset for each row, out="
         yield out(f"forward.offsets.{shape.name}", title, offsets, shape, {EXPLICIT: 1.0})
+        title, limits = f"forward {shape.text}, token + learned table", {LEARNED: 0.50, COMPILED_LEARNED: 0.90}
+        yield pooled(f"forward.learned.{shape.name}", title, learned, shape, limits)
         for name, title, back, limits in (
             ("dropout.forward", f"forward {shape.text}, dropout {P}", False, (0.06, 0.08)),
             ("dropout.step", f"forward + backward {shape.text}, dropout {P}", True, (0.15, 0.10)),

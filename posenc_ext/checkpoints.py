@@ -186,7 +186,8 @@ def _wrong_table(table: Any, name: str, module: nn.Module, convention: Conventio
     factor = "" if scale == 1 else f" times {scale:.9g}"
     return (
         f"is not that of convention {convention.name!r}{factor}: {recognise(rows)}. "
-        "Construct the module with the convention that the model was trained with"
+        "Construct the module with the convention that the model was trained with; a table that follows none is "
+        "kept by posenc_ext.LearnedPositionalEmbedding.from_pretrained"
     )
 
 

@@ -27,7 +27,16 @@ from torch._C import _functorch as functorch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from posenc_ext import _C, jagged
-from posenc_ext.conventions import AT_PADDING, DIVISORS, NO_ENCODING, Convention, Spec, resolve
+from posenc_ext.conventions import (
+    AT_PADDING,
+    CONVENTIONS,
+    DIVISORS,
+    NO_ENCODING,
+    SEQUENCE_FIRST,
+    Convention,
+    Spec,
+    resolve,
+)
 from posenc_ext.ops import blocks as _blocks
 from posenc_ext.ops import compose as _compose
 from posenc_ext.ops import elements as _elements
@@ -88,6 +97,7 @@ def embed(
     precision: str | None = None,
     frequencies: Tensor | None = None,
     encoding_scale: float | Tensor = 1.0,
+    position_table: Tensor | None = None,
     at_padding: str = "embed",
     dropout_p: float = 0.0,
     padding_idx: int | None = None,
@@ -114,6 +124,8 @@ def embed(
             float64 [pairs], in place of the convention's base and divisor; its layout still says which column holds
             which. May be trained. With the fp32 frequencies of a project's own table, `"reference"` gives that table.
         encoding_scale: factor of the encoding, a number or a tensor that holds one and may be trained.
+        position_table: a learned table [max_len, d_model] of the dtype of `weight`, in place of the sinusoids: a token
+            at position p gets its row p (GPT-2, BERT). Positions count from 0 and must lie in [0, max_len).
         at_padding: what a token of `padding_idx` is: `"embed"`, a token like any other; `"no_encoding"`, its row alone
             (fairseq, M2M100); `"no_embedding"`, its encoding alone; `"zeros"`.
         dropout_p: probability with which an element is dropped, in steps of 2^-16; the others are divided by 1 - p, as
@@ -129,8 +141,8 @@ def embed(
         [*input.shape, d_model] in the dtype of `weight`: computed in fp32 (fp64 for fp64) and rounded once.
 
     Raises:
-        IndexError: an id outside [0, vocab_size); nothing has been written. On CUDA it comes later:
-            see `posenc_ext.check_errors`.
+        IndexError: an id outside [0, vocab_size), or a position outside `position_table`; nothing has been written. On
+            CUDA it comes later: see `posenc_ext.check_errors`.
         ValueError: any other argument that does not fit.
         NotImplementedError: `sparse=True` inside torch.compile or torch.export.
     """
@@ -141,6 +153,8 @@ def embed(
             return _dropped(embed, locals())
         chosen = convention if type(convention) is Convention else resolve(convention)
         base, flags = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
+        if position_table is not None:
+            base, flags = _spec_of_table("embed", weight, position_table, chosen, precision, frequencies, batch_first)
         if type(offset) is not int:
             offset, positions, offsets = resolve_offset(
                 offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
@@ -166,19 +180,31 @@ def embed(
         if (
             dropout_p
             or at_padding != "embed"
+            or position_table is not None
             or type(encoding_scale) is not float
             or encoding_scale != 1
             or frequencies is not None
             or (positions is not None and positions.is_floating_point())
         ):
-            general = _elements.arguments("embed", weight, encoding_scale, dropout_p, positions, frequencies)
+            general = _elements.arguments(
+                "embed", weight, encoding_scale, dropout_p, positions, frequencies, position_table
+            )
             if at_padding != "embed":
                 general = {**(general or {}), "at_padding": _at_padding(at_padding, padding_idx)}
         if max_norm is None and out is None:
             return run_embed(call, general)
         return _embed_in_place(call, max_norm, norm_type, out, general)
     except Exception:
-        _explain("embed", offset, input=input, weight=weight, positions=positions, frequencies=frequencies, out=out)
+        _explain(
+            "embed",
+            offset,
+            input=input,
+            weight=weight,
+            positions=positions,
+            frequencies=frequencies,
+            position_table=position_table,
+            out=out,
+        )
         raise
 
 
@@ -227,23 +253,25 @@ def add_positional_encoding(
     precision: str | None = None,
     frequencies: Tensor | None = None,
     encoding_scale: float | Tensor = 1.0,
+    position_table: Tensor | None = None,
     dropout_p: float = 0.0,
     batch_first: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`x * token_scale + PE` in one pass, without a table.
+    """`x * token_scale + PE` in one pass, without a table of sinusoids.
 
     Args:
         x: activations [..., length, d_model] (batch-first) or [length, ..., d_model], in the dtypes of `embed`.
         token_scale: factor of `x`, for rows that were looked up elsewhere.
-        offset, positions, convention, precision, frequencies, encoding_scale, dropout_p, batch_first: as in `embed`;
-            the last axis of `x` is no token axis.
+        offset, positions, convention, precision, frequencies, encoding_scale, position_table, dropout_p, batch_first:
+            as in `embed`; the last axis of `x` is no token axis, and a table has the dtype of `x`.
         out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
 
     Returns:
         A tensor of the shape and dtype of `x`.
 
     Raises:
+        IndexError: a position outside `position_table`, as in `embed`.
         ValueError: an argument that does not fit.
     """
     return add_sinusoids(
@@ -258,6 +286,7 @@ def add_positional_encoding(
         dropout_p,
         batch_first,
         out,
+        position_table=position_table,
     )
 
 
@@ -617,6 +646,7 @@ def add_sinusoids(
     batch_first: bool,
     out: Tensor | None = None,
     d_model: int | None = None,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     """`add_positional_encoding` for this package: without keywords; `d_model`: the width that x must have."""
     try:
@@ -630,6 +660,9 @@ def add_sinusoids(
             return _dropped(add_positional_encoding, _public(locals()))
         chosen = convention if type(convention) is Convention else resolve(convention)
         spec = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
+        if position_table is not None:
+            op = "add_positional_encoding"
+            spec = _spec_of_table(op, x, position_table, chosen, precision, frequencies, batch_first)
         if type(offset) is not int:
             offset, positions, offsets = resolve_offset(
                 offset,
@@ -648,13 +681,14 @@ def add_sinusoids(
         general: dict[str, Any] | None = None  # what only the op add_general takes
         if (
             dropout_p
+            or position_table is not None
             or type(encoding_scale) is not float
             or encoding_scale != 1
             or frequencies is not None
             or (positions is not None and positions.is_floating_point())
         ):
             general = _elements.arguments(
-                "add_positional_encoding", x, encoding_scale, dropout_p, positions, frequencies
+                "add_positional_encoding", x, encoding_scale, dropout_p, positions, frequencies, position_table
             )
         if out is None:
             return run_add(x, positions, offset, spec, token_scale, 0, -1, general)
@@ -676,7 +710,15 @@ def add_sinusoids(
             )
         return _bump_version(out)
     except Exception:
-        _explain("add_positional_encoding", offset, x=x, positions=positions, frequencies=frequencies, out=out)
+        _explain(
+            "add_positional_encoding",
+            offset,
+            x=x,
+            positions=positions,
+            frequencies=frequencies,
+            position_table=position_table,
+            out=out,
+        )
         raise
 
 
@@ -703,7 +745,7 @@ def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[st
 def _explain(op: str, offset: Any = 0, /, **arguments: Any) -> None:
     """Once a call has failed: raise what is wrong with an argument, where that is the reason and not said already."""
     for name, value in arguments.items():
-        if value is None and name in ("positions", "frequencies", "out"):
+        if value is None and name in ("positions", "frequencies", "position_table", "out"):
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"posenc_ext::{op}: {name} must be a torch.Tensor, got {type(value).__name__}") from None
@@ -770,7 +812,9 @@ def _embed_in_place(
                 f"got {max_norm}"
             )
         # Whatever the call would refuse must be refused before the rows are scaled.
-        _ops.check_embed(weight, input, positions, offset, base, flags, out, (general or {}).get("frequencies"))
+        further = general or {}
+        tables = further.get("frequencies"), further.get("position_table")
+        _ops.check_embed(weight, input, positions, offset, base, flags, out, *tables)
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     if out is None:
@@ -792,6 +836,31 @@ def _embed_in_place(
             **general,
         )
     return _bump_version(out)
+
+
+def _spec_of_table(
+    op: str,
+    like: Tensor,
+    table: Tensor,
+    convention: Convention,
+    precision: str | None,
+    frequencies: Tensor | None,
+    batch_first: bool,
+) -> Spec:
+    """No sinusoids, where `position_table` takes their place."""
+    usual = CONVENTIONS["vaswani"]  # not compared as a whole, which a compiled program cannot
+    sinusoids = {
+        f"convention {convention.name!r}": convention._specs[None, True] != usual._specs[None, True]
+        or convention.first_position != usual.first_position,
+        f"precision {precision!r}": precision is not None,
+        "frequencies": frequencies is not None,
+    }
+    for name, given in sinusoids.items():
+        if given:
+            raise ValueError(f"posenc_ext::{op}: position_table takes the place of sinusoids, got {name} too")
+    if is_dtensor(table) and not is_dtensor(like):
+        raise ValueError(f"posenc_ext::{op}: position_table must be a Tensor where the rows are one, got a DTensor")
+    return Spec(NO_ENCODING.base, NO_ENCODING.flags | (0 if batch_first else SEQUENCE_FIRST))
 
 
 def _at_padding(name: str, padding_idx: int | None) -> int:
@@ -831,9 +900,9 @@ def _check_out(
     """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
     if _grad_enabled() or forward_ad._current_level >= 0:
         known = general or {}
-        scale, frequencies = known.get("encoding_scale_tensor"), known.get("frequencies")
-        others = {"encoding_scale": scale, "frequencies": frequencies, "out": out}
-        _check_history(op, {"positions": positions, name: given, **others})
+        names = {"encoding_scale": "encoding_scale_tensor", "frequencies": "frequencies"}
+        others = {name: known.get(key) for name, key in {**names, "position_table": "position_table"}.items()}
+        _check_history(op, {"positions": positions, name: given, **others, "out": out})
     if _is_compiling():
         if in_onnx_export():
             raise NotImplementedError(

@@ -400,7 +400,7 @@ def unfuse(module: nn.Module, *, max_len: int = 5000) -> nn.Module:
     textbook rounds product, table and sum. `fuse` is the way back; it finds the convention in the table.
 
     What is lost: `offset=` and `positions=` cannot be given; ids must be [batch, length], or [length, batch] where the
-    layer is sequence-first; positions end at `max_len`. `LearnedPositionalEmbedding` stays: it is plain PyTorch.
+    layer is sequence-first; positions end at `max_len`. A `LearnedPositionalEmbedding` stays as it is.
 
     Args:
         module: a layer, or a model that holds some: they are replaced in place.
@@ -438,7 +438,11 @@ def _textbook(layer: Embeddings | PositionalEncoding | TransformerEmbedding, max
             embeddings = reference.Embeddings(layer.d_model, 1, layer.token_scale)
         embeddings.lut = layer.lut
         parts.append(embeddings)
-    if not isinstance(layer, Embeddings):
+    if (position := layer._modules.get("position")) is not None and isinstance(layer, TransformerEmbedding):
+        parts.append(position)
+        if layer.dropout.p or not is_plain(layer.dropout, nn.Dropout):
+            parts.append(layer.dropout)
+    elif not isinstance(layer, Embeddings):
         encoding = reference.PositionalEncoding(layer.d_model, 1, batch_first=layer.batch_first)
         like = layer._placement if isinstance(layer, PositionalEncoding) else next(layer.lut.parameters())
         table = functional.positional_encoding(

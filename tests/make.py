@@ -324,6 +324,8 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
         OpCall("check_embed", (weight, input, positions, offset, *chosen, out.clone())),
         OpCall("embed_backward", (a, input, len(weight), scale, padding, by_frequency)),
         OpCall("embed_backward_sparse", (a, input, len(weight), scale, padding, by_frequency)),
+        OpCall("embed_general_backward", (a, input, len(weight), scale, padding, by_frequency)),
+        OpCall("embed_general_backward_sparse", (a, input, len(weight), scale, padding, by_frequency)),
         OpCall("add_positional_encoding", (a, positions, offset, *chosen)),
         OpCall("add_positional_encoding_out", (a, positions, offset, *chosen, out.clone())),
         OpCall(

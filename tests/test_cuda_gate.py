@@ -28,6 +28,23 @@ def code(*inner):
     return [*before, "NOP", *inner, back, f"@!P1 BRA 0x{16 * 2:x}", "EXIT"]
 
 
+LOOK, SEARCH = "LDG.E.64.STRONG.SYS R2, desc[UR4][R8.64]", "SHFL.IDX PT, R3, R2, R4, 0x1f"
+LEAST = "ATOMG.E.MIN.64.STRONG.GPU PT, R2, desc[UR4][R8.64], R2"
+LOCK, FREE = "ATOMG.E.CAS.STRONG.GPU PT, R2, [R8], R2, R3", "ATOMG.E.EXCH.STRONG.GPU PT, RZ, desc[UR4][R8.64], RZ"
+FENCE, PLAIN = "MEMBAR.SC.GPU", "STG.E.64 desc[UR4][R8.64], R2"
+RECORD = [LOOK, SEARCH, LEAST, LOCK, "@P0 " + LOOK, FENCE, LOOK, PLAIN, FENCE, FREE]
+TAKE = [LOCK, FENCE, LOCK, PLAIN, FENCE, FREE]
+
+
+@pytest.mark.parametrize(("name", "steps"), [("find_out_of_range", RECORD), ("take_record", TAKE)])
+def test_steps_of_a_record(gate, name, steps):
+    assert not gate.problems_of_atomics(gate.Kernel(name, steps))
+    for i, step in enumerate(steps):
+        if step not in (PLAIN, "@P0 " + LOOK):
+            assert gate.problems_of_atomics(gate.Kernel(name, steps[:i] + steps[i + 1 :])), f"without {step}"
+    assert gate.problems_of_atomics(gate.Kernel("sum_segments<float, true>", [FENCE]))
+
+
 ROWS = [f"LDG.E.128.CONSTANT R{r}, desc[UR6][R{r}.64]" for r in (8, 12, 16, 20)]
 IDS = ["@P6 LDG.E.64 R60, desc[UR6][R62.64]", "@P6 LDG.E.64 R64, desc[UR6][R66.64]"]
 STORE = "STG.E.128 desc[UR6][R2.64], R28"

@@ -86,6 +86,30 @@ def test_memory_order_of_the_record(builder):
     assert " 0 failed" in check(builder.contention_program("memory order"), "8")
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fences_of_the_record_in_ptx(builder, arch):
+    """What TSan has seen of the source, nvcc has left where it was: fences inside the lock, around plain accesses.
+
+    membar.gl is PTX's fence.sc.gpu, and the lock's atomics are relaxed ones of the whole device. By PTX's rules such an
+    exchange after a fence releases, and such a swap before one acquires.
+    """
+    kinds = {
+        r"atom\.(?:relaxed\.)?global\.cas\.b32": "lock",
+        r"atom\.(?:relaxed\.)?global\.exch\.b32": "free",
+        r"membar\.gl|fence\.(?:sc|acq_rel)\.gpu": "fence",
+        r"st\.global\.u64": "write",
+    }
+    text = builder.ptx(build.Unit(build.CSRC / "cuda/bounds.cu"), arch).result().read_text()
+    kernels = list(ptx_to_cpp.read_kernels(text))
+    assert len(kernels) == 2
+    for kernel in kernels:
+        opcodes = [statement.text.split()[0] for statement in kernel.statements]
+        steps = [kind for opcode in opcodes for pattern, kind in kinds.items() if re.fullmatch(pattern, opcode)]
+        writes = ["write"] * steps.count("write")
+        assert len(writes) > 2
+        assert steps == ["lock", "fence", *writes, "fence", "free"], kernel.name
+
+
 # ---- bugs put into the real kernels
 
 

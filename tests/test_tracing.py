@@ -342,7 +342,7 @@ def test_an_exported_program_holds_the_public_op(context, strict):
 TABLE = decompositions()
 PREFIX = "posenc_ext::"
 REGISTERED = [n.removeprefix(PREFIX) for n in torch._C._dispatch_get_all_op_names() if n.startswith(PREFIX)]
-SPARSE = ("embed_backward_sparse", "_embed_bwd_sparse")
+SPARSE = ("embed_backward_sparse", "_embed_bwd_sparse", "embed_general_backward_sparse")
 
 
 def test_every_op_has_a_decomposition():

@@ -116,6 +116,7 @@ const char* name_of(Op op) {
     case Op::embed_backward: return "embed_backward";
     case Op::embed_backward_sparse: return "embed_backward_sparse";
     case Op::check: return "embed";
+    case Op::add: return "add_positional_encoding";
     case Op::other: break;
   }
   return "CUDA kernels";
@@ -148,12 +149,15 @@ void raise_if_found(ErrorRecord& record, int device) {
   const OutOfRange error = record.take();
   if (error.key == kNoKey) return;  // another thread was faster, or it is still being written
   const Op op = op_of(error.key);
-  const char* const what = op == Op::embed   ? "its row is NaN"
-                           : op == Op::check ? "nothing was written"
-                                             : "it was left out";
-  throw std::out_of_range(message(name_of(op), "input must hold ids in [0, ", error.rows, "), got ", error.index,
-                                  " at flat index ", place_of(error.key), ", found by a call on cuda:", device, " (",
-                                  what, "; with POSENC_EXT_SYNC_ERRORS=1 the call itself raises)"));
+  const char* const what = op == Op::embed || op == Op::add ? "its row is NaN"
+                           : op == Op::check                ? "nothing was written"
+                                                            : "it was left out";
+  const bool id = error.of == IndexOf::ids;
+  throw std::out_of_range(message(name_of(op), id ? "input must hold ids in [0, " : "positions must lie in [0, ",
+                                  error.rows, id ? "), got " : "), the rows of position_table, got ", error.index,
+                                  id ? " at flat index " : " at the token of flat index ", place_of(error.key),
+                                  ", found by a call on cuda:", device, " (", what,
+                                  "; with POSENC_EXT_SYNC_ERRORS=1 the call itself raises)"));
 }
 
 }  // namespace
@@ -162,7 +166,6 @@ ErrorRecord::ErrorRecord(cudaStream_t stream, void* memory)
     : stream_(stream), record_(static_cast<OutOfRange*>(memory)) {
   static const OutOfRange empty;
   check(cudaMemcpyAsync(record_, &empty, sizeof(empty), cudaMemcpyHostToDevice, stream), "clearing device memory");
-  check(cudaStreamSynchronize(stream), "clearing device memory");
   void* mapped = nullptr;
   check(cudaHostAlloc(&mapped, sizeof(Mapped), cudaHostAllocMapped), "allocating mapped memory");
   mapped_ = new (mapped) Mapped;
@@ -184,6 +187,25 @@ Device::Device(int device, const Framework& framework) : index(device), last_las
   check(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "creating a stream");
   for (auto* record : {&errors, &checks})
     *record = std::make_unique<ErrorRecord>(copies_, framework.keep(index, copies_, sizeof(OutOfRange)));
+  check(cudaEventCreateWithFlags(&set_up_, cudaEventDisableTiming), "creating an event");
+  check(cudaEventRecord(set_up_, copies_), "recording an event");
+}
+
+void Device::settle(cudaStream_t stream, const std::function<bool()>& capturing) {
+  if (settled_.load(std::memory_order_acquire)) return;
+  const std::lock_guard<std::mutex> lock(set_up_mutex_);
+  settle_locked(stream, capturing);
+}
+
+void Device::settle_locked(cudaStream_t stream, const std::function<bool()>& capturing) {
+  if (settled_.load(std::memory_order_relaxed)) return;
+  if (capturing()) {
+    check(cudaStreamWaitEvent(stream, set_up_, cudaEventWaitExternal), "ordering a graph");
+    return;
+  }
+  const OutsideCapture outside;
+  check(cudaEventSynchronize(set_up_), "waiting for what is set up");
+  settled_.store(true, std::memory_order_release);
 }
 
 int64_t Device::resident_blocks(const void* kernel, int threads) {
@@ -223,21 +245,24 @@ void Device::wait() {
   }
 }
 
-std::optional<Frequencies> Device::frequencies(const FrequencyTable& table, const std::function<bool()>& capturing,
-                                               const Framework& framework) {
-  const std::lock_guard<std::mutex> lock(frequencies_mutex_);
-  const auto found = frequencies_.find(table.key);
-  if (found != frequencies_.end()) return found->second;
-
-  const PackedTable packed(table);
-  const bool room = frequency_bytes_ + packed.bytes() <= kKeptTableBytes;
-  if (!room && !capturing()) return std::nullopt;
-  const OutsideCapture outside;
-  void* const memory = framework.keep(index, copies_, packed.bytes());
-  packed.copy_to(memory, copies_);
-  check(cudaStreamSynchronize(copies_), "uploading frequencies");
-  frequency_bytes_ += packed.bytes();
-  return frequencies_[table.key] = packed.view(memory);
+std::optional<Frequencies> Device::frequencies(const FrequencyTable& table, cudaStream_t stream,
+                                               const std::function<bool()>& capturing, const Framework& framework) {
+  const std::lock_guard<std::mutex> lock(set_up_mutex_);
+  auto found = frequencies_.find(table.key);
+  if (found == frequencies_.end()) {
+    const PackedTable packed(table);
+    const bool room = frequency_bytes_ + packed.bytes() <= kKeptTableBytes;
+    if (!room && !capturing()) return std::nullopt;
+    const OutsideCapture outside;
+    void* const memory = framework.keep(index, copies_, packed.bytes());
+    packed.copy_to(memory, copies_);
+    check(cudaEventRecord(set_up_, copies_), "recording an event");
+    settled_.store(false, std::memory_order_relaxed);
+    frequency_bytes_ += packed.bytes();
+    found = frequencies_.emplace(table.key, packed.view(memory)).first;
+  }
+  settle_locked(stream, capturing);
+  return found->second;
 }
 
 // ---- calls
@@ -253,6 +278,7 @@ Call::Call(Op op, int device, void* stream, const Framework& framework)
     throw std::runtime_error(message(name_of(op), "a call that waits for the device cannot be captured in a graph"));
   Device& state = device_of(device, framework);
   ended_ = state.use(static_cast<cudaStream_t>(stream), framework);
+  state.settle(static_cast<cudaStream_t>(stream), [this] { return capturing(); });
   if (state.errors->found() && !capturing()) {
     wait();
     raise_if_found(*state.errors, device);
@@ -271,10 +297,11 @@ bool Call::capturing() const {
 
 Frequencies Call::frequencies(const FrequencyTable& table, const std::function<void*(int64_t)>& scratch) const {
   Device& state = device_of(device_, *framework_);
-  if (const auto kept = state.frequencies(table, [this] { return capturing(); }, *framework_)) return *kept;
+  const auto stream = static_cast<cudaStream_t>(launch_.stream);
+  if (const auto kept = state.frequencies(table, stream, [this] { return capturing(); }, *framework_)) return *kept;
   const PackedTable packed(table);
   void* memory = scratch(packed.bytes());
-  packed.copy_to(memory, static_cast<cudaStream_t>(launch_.stream));
+  packed.copy_to(memory, stream);
   return packed.view(memory);
 }
 

@@ -48,10 +48,12 @@ struct Device final : Occupancy {
   cudaEvent_t use(cudaStream_t stream, const Framework& framework);
   // Waits for all work of those streams that is not under capture.
   void wait();
+  // Work that `stream` gets from now on finds what was set up: this waits for it, or the graph under capture will.
+  void settle(cudaStream_t stream, const std::function<bool()>& capturing);
   // The table in memory that is never freed, so that no kernel and no graph can lose it; nothing once that memory is
   // full, unless `capturing`.
-  std::optional<Frequencies> frequencies(const FrequencyTable& table, const std::function<bool()>& capturing,
-                                         const Framework& framework);
+  std::optional<Frequencies> frequencies(const FrequencyTable& table, cudaStream_t stream,
+                                         const std::function<bool()>& capturing, const Framework& framework);
 
   // Asked of the CUDA runtime once for each kernel, which is launched with so many threads a block at most.
   int64_t resident_blocks(const void* kernel, int threads) override;
@@ -62,6 +64,8 @@ struct Device final : Occupancy {
   std::mutex checks_mutex;
 
  private:
+  void settle_locked(cudaStream_t stream, const std::function<bool()>& capturing);
+
   int processors_ = 0;
   std::mutex occupancy_mutex_;
   std::unordered_map<const void*, int64_t> resident_blocks_;
@@ -69,7 +73,9 @@ struct Device final : Occupancy {
   std::mutex streams_mutex_;
   std::map<cudaStream_t, cudaEvent_t> streams_;
   std::atomic<cudaStream_t> last_lasting_;
-  std::mutex frequencies_mutex_;
+  cudaEvent_t set_up_ = nullptr;  // after all that was queued there for later calls
+  std::atomic<bool> settled_{false};
+  std::mutex set_up_mutex_;
   std::map<FrequencyKey, Frequencies> frequencies_;
   int64_t frequency_bytes_ = 0;
 };

@@ -29,6 +29,8 @@ struct BackwardCase {
   int64_t out_of_range = 0;      // at most so many ids
   int64_t resident_threads = 4096;
   uint64_t seed = 1;
+  double dropout_p = 0;
+  int64_t first_column = 0;
 
   std::string text() const;
 };
@@ -47,6 +49,8 @@ std::string BackwardCase::text() const {
                                                      {"expanded", expanded_tokens},
                                                      {"out of range", out_of_range},
                                                      {"resident", resident_threads},
+                                                     {"dropped in 1000", static_cast<int64_t>(dropout_p * 1000)},
+                                                     {"first column", first_column},
                                                      {"seed", static_cast<int64_t>(seed)}};
   return std::string(name_of(dtype)) + " " + pattern + text_of(numbers);
 }
@@ -117,6 +121,11 @@ class BackwardTensors {
     params.rows = what.rows;
     params.scale_by_frequency = what.scale_by_frequency;
     params.token_scale = 5.656854249492381;
+    if (what.dropout_p > 0) {
+      seed_[0] = static_cast<int64_t>(0x0123456789ABCDEF * what.seed);
+      const uint32_t threshold = static_cast<uint32_t>(what.dropout_p * 65536);
+      params.dropout = {seed_.data(), threshold, 65536 / (65536.0 - threshold), what.first_column};
+    }
     find_segments();
   }
 
@@ -125,6 +134,8 @@ class BackwardTensors {
   Segments reference(const std::vector<int64_t>& rows) const {
     return {segments(), order_.data(), start_.data(), rows.data()};
   }
+  int64_t begin(int64_t segment) const { return start_[segment]; }
+  int64_t length(int64_t segment) const { return start_[segment + 1] - start_[segment]; }
   int64_t first_out_of_range() const { return first_out_of_range_; }
   int64_t id(int64_t place) const { return ids_[place]; }
 
@@ -170,6 +181,7 @@ class BackwardTensors {
   std::vector<int64_t> ids_;
   IntegerTensor ids_tensor_;
   Elements grad_;
+  Buffer<int64_t> seed_{1};
   std::vector<int64_t> order_, start_;
   int64_t first_out_of_range_ = -1;
 };
@@ -180,11 +192,13 @@ class Scratch {
  public:
   Scratch(const BackwardTensors& tensors, bool sparse)
       : layout(tensors.tokens, tensors.params, sparse),
+        partial_bytes_(tensors.params.width * (tensors.params.dtype == Dtype::float64 ? 8 : 4)),
         memory_(std::aligned_alloc(kAlignment, std::max(layout.bytes, kAlignment))) {
     // What is not cleared has other values each time, as counts and as places.
     static int made = 0;
     static constexpr int kFills[] = {0xFF, 0x01, 0x7F};
-    std::memset(memory_, kFills[made++ % 3], layout.bytes);
+    fill_ = kFills[made++ % 3];
+    std::memset(memory_, fill_, layout.bytes);
     layout.place(memory_);
     for (const auto& [begin, end] : gaps(parts(tensors, sparse)))
       if (__asan_poison_memory_region) __asan_poison_memory_region(begin, end - begin);
@@ -195,6 +209,12 @@ class Scratch {
   }
   Scratch(const Scratch&) = delete;
 
+  // Whether a partial sum was written.
+  bool has_partial(int64_t number) const {
+    const auto* const bytes = static_cast<const unsigned char*>(layout.partials) + number * partial_bytes_;
+    return std::any_of(bytes, bytes + partial_bytes_, [&](unsigned char byte) { return byte != fill_; });
+  }
+
   cuda::GradientScratch layout;
 
  private:
@@ -203,7 +223,6 @@ class Scratch {
 
   std::vector<Part> parts(const BackwardTensors& tensors, bool sparse) const {
     const int64_t count = tensors.tokens.count, segments = sparse ? count : tensors.tokens.rows;
-    const int64_t sum_bytes = tensors.params.dtype == Dtype::float64 ? 8 : 4;
     std::vector<Part> result;
     const auto add = [&](const void* first, const void* last, int64_t bytes) {
       if (bytes > 0) result.emplace_back(static_cast<const char*>(first), static_cast<const char*>(last) + bytes);
@@ -213,7 +232,7 @@ class Scratch {
       add(part, part, 4 * count);
     add(layout.begin, layout.end, 4 * segments);
     if (sparse) add(layout.segment_counts, layout.segment_counts, 4 * count);
-    add(layout.partials, layout.partials, (count / kSumChunk + 1) * tensors.params.width * sum_bytes);
+    add(layout.partials, layout.partials, (count / kSumChunk + 1) * partial_bytes_);
     add(layout.temporary, layout.temporary, static_cast<int64_t>(layout.temporary_bytes));
     return result;
   }
@@ -233,8 +252,20 @@ class Scratch {
     return apart ? result : std::vector<Part>{};
   }
 
+  int64_t partial_bytes_;
+  int fill_ = 0;
   void* memory_;
 };
+
+// Sums of chunks are kept where a segment reads them, and nowhere else.
+void expect_partials(const BackwardCase& what, const BackwardTensors& tensors, const Scratch& scratch) {
+  std::vector<bool> read(what.tokens / kSumChunk + 1);
+  for (int64_t s = 0; s < tensors.segments(); ++s)
+    for (int64_t chunk = 1; chunk * kSumChunk < tensors.length(s); ++chunk)
+      read[tensors.begin(s) / kSumChunk + chunk] = true;
+  for (size_t n = 0; n < read.size(); ++n)
+    expect(scratch.has_partial(static_cast<int64_t>(n)) == read[n], what.text() + ": partial " + std::to_string(n));
+}
 
 void expect_record(const BackwardCase& what, const BackwardTensors& tensors, const Device& device) {
   const int64_t first = tensors.first_out_of_range();
@@ -257,6 +288,7 @@ void check_dense(const BackwardCase& what) {
   device.wait();
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", dense: element " + std::to_string(at) + " differs");
+  expect_partials(what, tensors, scratch);
   expect_record(what, tensors, device);
 }
 
@@ -286,6 +318,7 @@ void check_sparse(const BackwardCase& what) {
   expect(std::equal(rows.data(), rows.data() + segments, tensors.segment_rows.begin()), what.text() + ", sparse: rows");
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", sparse: element " + std::to_string(at) + " differs");
+  expect_partials(what, tensors, scratch);
   expect_record(what, tensors, device);
 }
 
@@ -410,6 +443,26 @@ void check_grid_strides(const Options& options) {
   check_both(many_rounds);
 }
 
+// Vectors and single columns, shards that begin anywhere, segments of several chunks and single tokens.
+void check_dropout(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const std::string pattern : {"uniform", "chunks", "distinct"})
+      for (const int64_t width : {16, 24, 5})
+        for (const int64_t first_column : {0, 8, 3}) {
+          BackwardCase what{dtype, pattern, options.few ? 130 : 300};
+          what.width = width;
+          what.rows = pattern == "distinct" ? 311 : 7;
+          what.dropout_p = width == 24 ? 0.9 : 0.3;
+          what.first_column = first_column;
+          what.scale_by_frequency = width == 24;
+          what.padding_idx = width == 5 ? 3 : -1;
+          what.resident_threads = first_column == 8 ? 1 : 2048;
+          check_both(what);
+          what.column_stride = 2;
+          check_both(what);
+        }
+}
+
 void check_out_of_range(const Options& options) {
   Random random(31);
   for (const Dtype dtype : dtypes(options))
@@ -462,6 +515,7 @@ void check_mixtures(const Options& options) {
     if (one_in(8)) what.column_stride = random.below(3);
     if (one_in(8)) what.expanded_tokens = true;
     if (one_in(6)) what.out_of_range = 1 + random.below(4);
+    if (one_in(4)) what.dropout_p = 0.1, what.first_column = random.below(3) * 8;
     what.resident_threads = int64_t{1} << random.below(14);
     what.seed = random.bits();
     check_both(what);
@@ -513,6 +567,7 @@ void check_backward(const Options& options) {
   if (begin_group(options, "backward: widths")) check_widths(options);
   if (begin_group(options, "backward: several blocks")) check_several_blocks(options);
   if (begin_group(options, "backward: grid strides")) check_grid_strides(options);
+  if (begin_group(options, "backward: dropout")) check_dropout(options);
   if (begin_group(options, "backward: out of range")) check_out_of_range(options);
   if (begin_group(options, "backward: small calls")) check_small_calls(options);
   if (begin_group(options, "backward: mixtures")) check_mixtures(options);

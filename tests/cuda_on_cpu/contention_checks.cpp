@@ -34,12 +34,16 @@ struct Shared {
   uint32_t found = 0;
   Attempt attempts[kThreads][kAttempts] = {};
   int attempt_count[kThreads] = {}, take_count[kThreads] = {};  // of each thread
+  int pause[kThreads] = {};                                     // accesses before each time that it takes
   OutOfRange taken[kThreads][kTakes];
 };
 
 __global__ void contend(Shared* shared) {
   const unsigned me = threadIdx.x;
-  for (int i = 0; i < shared->take_count[me]; ++i) take_record(&shared->record, &shared->found, &shared->taken[me][i]);
+  for (int i = 0; i < shared->take_count[me]; ++i) {
+    for (int turns = 0; turns < shared->pause[me]; ++turns) (void)*const_cast<volatile int*>(&shared->pause[me]);
+    take_record(&shared->record, &shared->found, &shared->taken[me][i]);
+  }
   for (int i = 0; i < shared->attempt_count[me]; ++i) {
     const Attempt attempt = shared->attempts[me][i];
     record_out_of_range({&shared->record, &shared->found, attempt.call}, attempt.place, index_of(attempt),
@@ -70,6 +74,7 @@ void check_round(Random& random, cudaStream_t stream) {
   for (int thread = 0; thread < kThreads; ++thread) {
     if (random.below(kThreads) < takers) {
       shared.take_count[thread] = kTakes;
+      shared.pause[thread] = static_cast<int>(random.below(40));
     } else if (random.below(4) <= busy) {
       shared.attempt_count[thread] = kAttempts;
       for (Attempt& attempt : shared.attempts[thread]) {

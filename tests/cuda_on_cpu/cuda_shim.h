@@ -145,8 +145,9 @@ struct Thread {
   void* atomics[kRememberedAtomics];  // addresses of its last atomics
   unsigned atomic_count = 0;
   unsigned failed_swaps = 0;
-  unsigned mask = 0;  // of the threads it goes on with
-  unsigned lane = 0;  // whose word it wants
+  unsigned rests = 0;  // turns that it lets pass
+  unsigned mask = 0;   // of the threads it goes on with
+  unsigned lane = 0;   // whose word it wants
   uint64_t word = 0;
 };
 
@@ -181,6 +182,7 @@ inline Thread* current = nullptr;  // null in the scheduler
 inline Block* block_memory = nullptr;
 inline Thread* pool = nullptr;
 inline Fiber scheduler;
+inline void* ignorant = nullptr;  // TSan's thread that nothing runs in
 inline char launch_start_tag, launch_end_tag;
 
 [[noreturn]] CUDA_ON_CPU_UNSEEN inline void fail(const char* what, int line = 0) {
@@ -254,9 +256,12 @@ CUDA_ON_CPU_UNSEEN inline RandomSource& random_source() {
   return source;
 }
 
-// Where the environment asks for another order, threads take turns at atomics.
+// Where the environment asks for another order, threads take turns at atomics. A few stay away for long, so that others
+// get through all they have to do.
 CUDA_ON_CPU_UNSEEN inline void let_others_run() {
-  if (seed() != 0 && random_source()() % 2 == 0) wait(State::ready, 0);
+  if (seed() == 0 || random_source()() % 2 == 0) return;
+  if (random_source()() % 8 == 0) current->rests = static_cast<unsigned>(random_source()() % 64);
+  wait(State::ready, 0);
 }
 
 // A fence orders by way of atomics: what came before the fence of one thread and its next atomic, before what follows
@@ -268,10 +273,12 @@ CUDA_ON_CPU_UNSEEN inline void fence() {
   for (unsigned i = 0; i < std::min(thread.atomic_count, kRememberedAtomics); ++i) acquire(thread.atomics[i]);
 }
 
-// What came after the last fence stays unordered, so a thread that knows nothing else hands the rest on.
+// What came after the last fence stays unordered, so a thread that knows nothing else hands the rest on. TSan lets a
+// thread know what its maker knows, so one that has never run anything makes it.
 CUDA_ON_CPU_UNSEEN inline void release_what_was_fenced([[maybe_unused]] void* address) {
 #if defined(__SANITIZE_THREAD__)
   void* const me = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(ignorant, __tsan_switch_to_fiber_no_sync);
   void* const helper = __tsan_create_fiber(0);
   __tsan_switch_to_fiber(helper, __tsan_switch_to_fiber_no_sync);
   acquire(&block_memory->fence_tags[current->rank]);
@@ -438,13 +445,18 @@ CUDA_ON_CPU_UNSEEN inline void run_block(std::vector<unsigned>& order) {
     bool moved = false;
     for (const unsigned rank : order) {
       if (pool[rank].state != State::ready) continue;
+      moved = true;
+      if (pool[rank].rests != 0) {
+        --pool[rank].rests;
+        continue;
+      }
       current = &pool[rank];
       switch_fiber(scheduler, pool[rank].fiber);
       current = nullptr;
-      moved = true;
     }
     if (std::all_of(pool, pool + threads, [](const Thread& thread) { return thread.state == State::ended; })) break;
-    if (!moved) moved = open_active_masks(threads) || open_shuffles(threads);
+    const bool at_any_time = seed() != 0 && random_source()() % 4 == 0;  // others are still on their way
+    if (!moved || at_any_time) moved |= open_active_masks(threads) | open_shuffles(threads);
     if (!moved) moved = open_barrier(threads);
     if (!moved) fail("deadlock: no thread can go on");
   }
@@ -475,6 +487,7 @@ CUDA_ON_CPU_UNSEEN inline void run_grid() {
   if (!pool) pool = new Thread[kMaxBlockThreads];
 #if defined(__SANITIZE_THREAD__)
   scheduler.tsan = __tsan_get_current_fiber();
+  if (!ignorant) ignorant = __tsan_create_fiber(0);
 #endif
   const dim3& grid = active.grid;
   std::vector<uint64_t> blocks(uint64_t{grid.x} * grid.y * grid.z);

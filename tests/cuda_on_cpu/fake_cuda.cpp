@@ -259,6 +259,12 @@ void check_range(const void* memory, size_t bytes, bool device) {
   if (device) check_device_memory(reinterpret_cast<uintptr_t>(memory), bytes);
 }
 
+bool is_pinned(const void* memory) {
+  const auto after = pinned.upper_bound(const_cast<void*>(memory));
+  return after != pinned.begin() && static_cast<const char*>(memory) <
+                                        static_cast<char*>(std::prev(after)->first) + std::prev(after)->second.second;
+}
+
 void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   check_range(to, bytes, kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice);
   check_range(from, bytes, kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice);
@@ -494,7 +500,14 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stre
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   FAKE_CUDA_CALL("cudaMemcpyAsync");
-  return add(here(), stream, [=] { copy(to, from, bytes, kind); });
+  const Stream* const known = find(stream);
+  if (kind != cudaMemcpyHostToDevice || is_pinned(from) || (known && known->capture))
+    return add(here(), stream, [=] { copy(to, from, bytes, kind); });
+  // Memory that is not pinned has been read when this returns.
+  check_range(from, bytes, false);
+  const auto* const first = static_cast<const char*>(from);
+  return add(here(), stream,
+             [=, read = std::vector<char>(first, first + bytes)] { copy(to, read.data(), bytes, kind); });
 }
 
 // ---- streams and events
@@ -563,12 +576,21 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (found->second->stream) drain(found->second->stream, found->second->place);
   return cudaSuccess;
 }
-cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) {
   FAKE_CUDA_CALL("cudaStreamWaitEvent");
   Stream* const stream = find(handle);
   const auto found = events.find(reinterpret_cast<Event*>(event));
   if (!stream || found == events.end()) return result(cudaErrorInvalidResourceHandle);
-  if (stream->capture) fail("events in a capture are not modelled");
+  if (flags == cudaEventWaitExternal) {
+    if (!stream->capture) return result(cudaErrorInvalidValue);
+    // Each run of the graph waits for the last time that the event was recorded.
+    stream->capture->work.push_back([event = found->first] {
+      const auto [other, place] = *event;
+      if (other) drain(other, place);
+    });
+    return cudaSuccess;
+  }
+  if (stream->capture) fail("events of a capture are not modelled");
   return push(stream, {{}, *found->second}), cudaSuccess;
 }
 

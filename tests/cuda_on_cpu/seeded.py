@@ -26,7 +26,7 @@ class Bug:
     def run(self, program: Path) -> tuple[int, str]:
         """Exit status and output of the checks that must notice it."""
         if self.mode in ("contention", "memory order"):
-            return build.run_program(program, self.only)
+            return build.run_program(program, self.only, seed=1)  # without one, threads take no turns
         few = ["--few"] if self.mode == "tsan" else []
         return build.run_program(program, *few, "--only", self.only)
 
@@ -58,11 +58,12 @@ class Bug:
             return builder.contention_program(self.mode, csrc, name)
         originals = build.kernel_units(dtypes=build.TSAN_TYPES) if self.mode == "tsan" else build.kernel_units()
         assert set(units) <= {u.name for u in originals}
+        # Of an inline function that several units have, the first one counts.
         objects = [
             builder.shim_object(u._replace(path=csrc / "cuda" / u.path.name), self.mode, csrc=csrc)
             if u.name in units
             else builder.shim_object(u, self.mode)
-            for u in originals
+            for u in sorted(originals, key=lambda u: u.name not in units)
         ]
         return builder.link(name, [*objects, *builder.host_objects()], self.mode, partial=self.mode == "tsan")
 
@@ -107,10 +108,10 @@ HOST = [
          "embed", "memory of the host"),
     host("10: one array of frequencies over another", RUNTIME, "words_.begin() + i * stride_);", "words_.begin());",
          "many frequencies"),
-    host("frequencies are not waited for", RUNTIME, 'check(cudaStreamSynchronize(copies_), "uploading frequencies");',
-         "", "many frequencies"),
-    host("the table of another spec", RUNTIME, "if (found != frequencies_.end()) return",
-         "if (!frequencies_.empty()) return frequencies_.begin()->second; else if (false) return", "many frequencies"),
+    host("frequencies are not waited for", RUNTIME, "settled_.store(false, std::memory_order_relaxed);", "",
+         "many frequencies"),
+    host("the table of another spec", RUNTIME, "frequencies_.find(table.key)", "frequencies_.begin()",
+         "many frequencies"),
     # Sorting.
     host("14: one bit short", "cuda/sort.cu", "0, shape.bits,", "0, shape.bits - 1,", "small inputs"),
     host("15: the smaller of two sizes", "cuda/sort.cu", "std::max(", "std::min(", "small inputs"),
@@ -133,6 +134,16 @@ HOST = [
          "captures raise nothing"),
     host("13: captures are not let alone", RUNTIME, "mode_ = cudaStreamCaptureModeRelaxed",
          "mode_ = cudaStreamCaptureModeGlobal", "first use in a capture"),
+    host("a first use in a capture waits", RUNTIME, "if (capturing()) { check(cudaStreamWaitEvent(",
+         "if (false) { check(cudaStreamWaitEvent(", "first use in a capture"),
+    host("a graph does not wait for what was set up", RUNTIME,
+         'check(cudaStreamWaitEvent(stream, set_up_, cudaEventWaitExternal), "ordering a graph");', "",
+         "first use in a capture"),
+    host("what a capture has set up is not waited for later", RUNTIME, "ordering a graph\"); return;",
+         "ordering a graph\"); settled_.store(true); return;", "first use in a capture"),
+    host("a record is not waited for", RUNTIME,
+         "state.settle(static_cast<cudaStream_t>(stream), [this] { return capturing(); });", "",
+         "first use of the record", caught="FAILED|spins on an atomic"),
     host("the mode of captures is not set back", RUNTIME,
          "~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }", "~OutsideCapture() {}", "failures"),
     host("a wait in a capture", RUNTIME, "raises_at_once() && !capturing()", "raises_at_once()", "synchronous mode"),
@@ -221,6 +232,10 @@ SHAPES = [
            "if (outer >= length(!kAlongSeq)) inner = length(kAlongSeq);", "", "asan", "forward: kernels", OVERFLOW),
     kernel("one encoding for all tokens in flight", FORWARD, "forward_kernels_bfloat16", "walk.t(i) != made_for",
            "made_for < 0", "plain", "forward: tokens"),
+    kernel("only the first token in flight may be out of range", FORWARD, "forward_kernels_float16",
+           "slow |= !token.in_range;", "slow |= i == 0 && !token.in_range;", "plain", "forward: tokens of"),
+    kernel("a far position makes the next ones far", FORWARD, "forward_kernels_float32",
+           "far = columns.is_far(position);", "far |= columns.is_far(position);", "plain", "forward: tokens of"),
     kernel("the ids of the first round for every round", FORWARD, "forward_kernels_bfloat16",
            "ask_for_ids(); Token<float> token;", "Token<float> token;", "plain", "forward: tokens"),
     kernel("tokens of other shards are +0", FORWARD, "forward_kernels_float32", "token.scale = -0.0f;",
@@ -262,10 +277,39 @@ GENERAL = [
     kernel("one encoding for all rows", FORWARD, "forward_kernels_float32",
            "(!made || !params.positions.shared()))", "!made)", "plain", "forward: general"),
     kernel("far positions are left out", FORWARD, "forward_kernels_float32",
-           "slow |= !token.in_range || columns.is_far(token.position);", "slow |= !token.in_range;", "plain",
-           "forward: general"),
+           "slow |= !token.in_range || far;", "slow |= !token.in_range;", "plain", "forward: general"),
+    kernel("gradients are dropped by their place in the order", BACKWARD, "backward",
+           "add(sum_of(gradients[i], scratch.order[at + i]), sum);", "add(sum_of(gradients[i], at + i), sum);", "plain",
+           "backward: dropout"),
+    kernel("single tokens are dropped like the first", BACKWARD, "backward", "sum_of(gradients[i], order[i])",
+           "sum_of(gradients[i], order[0])", "plain", "backward: dropout"),
+    kernel("gradients where vectors straddle draws", "backward.cu", "backward",
+           "params.dropout.first_column % kColumnsPerDraw == 0", "true", "plain", "backward: dropout"),
     kernel("dropout where vectors straddle draws", "forward.cu", "forward",
            "params.dropout.first_column % kColumnsPerDraw == 0", "true", "plain", "forward: general"),
+    kernel("fractions are left out", FORWARD, "forward_kernels_float32",
+           "if (general && p.fraction != 0) phase += fraction_phase32(frequencies, p.fraction, k);", "", "plain",
+           "forward: numbers"),
+    kernel("a negative frequency has no sign", FORWARD, "forward_kernels_bfloat16",
+           "if (general) sign ^= __float_as_uint(angle), angle = fabsf(angle);", "if (general) angle = fabsf(angle);",
+           "plain", "forward: numbers"),
+    kernel("given frequencies are at most 1", FORWARD, "forward_kernels_float32",
+           "return !(static_cast<float>(p) * largest < kShortAngle);",
+           "return !(static_cast<float>(p) < kShortAngle);", "plain", "forward: numbers"),
+    kernel("what is no position has an encoding", "elements.cuh", "forward_kernels_float16",
+           "position.exists() ? scale : static_cast<acc_t>(NAN)", "scale", "plain", "forward: numbers"),
+    kernel("only a block of frequencies is converted", "frequencies.cuh", "frequencies",
+           "k < to.stride;", "k < 3;", "plain", "forward: numbers"),
+    kernel("vectors of a table at any address", "forward.cu", "forward", "&& table_is_aligned(params)", "", "asan",
+           "forward: tables", "misaligned address"),
+    kernel("a row of positions for all rows of the batch", FORWARD, "forward_kernels_float32",
+           "(!made || !params.positions.shared()))", "!made)", "plain", "forward: tables"),
+    kernel("the row after the last is in range", "../token.h", "forward_kernels_float32",
+           "static_cast<uint64_t>(position) < static_cast<uint64_t>(table.rows)",
+           "static_cast<uint64_t>(position) <= static_cast<uint64_t>(table.rows)", "asan",
+           "forward: positions out of range", "AddressSanitizer: heap-buffer-overflow|use-after-poison|FAILED"),
+    kernel("positions recorded as ids", RECORD, "forward_kernels_float16 bounds", "record->of = of;", "", "plain",
+           "forward: positions out of range"),
 ]  # fmt: skip
 
 KERNELS = [
@@ -304,8 +348,27 @@ KERNELS = [
            "static_cast<int>(token * params.token_stride)", "plain", "backward: far apart", "FAILED|^$"),
     kernel("places of rows in 32 bits", BACKWARD, "backward", "+ row * params.width + column",
            "+ static_cast<int>(row * params.width) + column", "plain", "backward: far apart", "FAILED|^$"),
+    kernel("more blocks than an axis has", "launch_config.h", "forward_kernels_float32",
+           "std::clamp<int64_t>(z_count / together, 1, kMostBlocksYZ)", "z_count / together", "plain",
+           "forward: long batches", "more blocks than an axis can have"),
     kernel("no fence after the lock", RECORD, "", "and its thread writes __threadfence();", "and its thread writes",
            "memory order", "8", "data race"),
+    kernel("no fence before the lock is freed", RECORD, "", "= 1u; } __threadfence();", "= 1u; }", "memory order", "8",
+           "data race"),
+    kernel("no fence after the lock of taking", BOUNDS, "", "!= 0u) { } __threadfence();", "!= 0u) { }",
+           "memory order", "8", "data race"),
+    kernel("no fence before the lock of taking is freed", BOUNDS, "", "= 0u; } __threadfence();", "= 0u; }",
+           "memory order", "8", "data race"),
+    kernel("an old key is written", RECORD, "", "if (*first == key) { record->key", "{ record->key", "contention",
+           "40"),
+    kernel("taking forgets a smaller key", BOUNDS, "", "atomicCAS(&record->first, key, kNoKey) == key",
+           "atomicExch(&record->first, kNoKey) != kNoKey", "contention", "40"),
+    kernel("taking without the lock", BOUNDS, "", "while (atomicCAS(&record->locked, 0u, 1u) != 0u) { }", "",
+           "contention", "40"),
+    kernel("a record without the lock", RECORD, "",
+           "while (atomicCAS(&record->locked, 0u, 1u) != 0u) if (*first != key) return;", "",
+           "contention", "40"),
+    kernel("what is taken stays", BOUNDS, "", "record->key = kNoKey;", "", "contention", "8"),
     kernel("the lock is freed by a plain store", RECORD, "", "atomicExch(&record->locked, 0u);", "record->locked = 0u;",
            "memory order", "8", "data race"),
     # Others.
@@ -325,11 +388,13 @@ KERNELS = [
            "scratch.segment_counts[at]", "asan", "backward: patterns", OVERFLOW),
     kernel("partial sums of another chunk", BACKWARD, "backward", "int64_t n = begin / kSumChunk + 1",
            "int64_t n = begin / kSumChunk", "plain", "backward: patterns"),
+    kernel("chunks begin at every edge", BACKWARD, "backward", "|| scratch.sorted_keys[edge - 1] != key) return;",
+           ") return;", "plain", "backward: patterns"),
     kernel("a count one too large", BACKWARD, "backward", "static_cast<acc_t>(end - begin)",
            "static_cast<acc_t>(end - begin + 1)", "plain", "backward: patterns"),
     kernel("far positions are left", FORWARD, "forward_kernels_bfloat16", "if (!is_far(token.position)) continue;",
            "continue;", "plain", "forward: positions"),
-    kernel("the place of an id by rows of the batch", FORWARD, "forward_kernels_bfloat16",
+    kernel("the place of an id by rows of the batch", RECORD, "forward_kernels_bfloat16",
            "params.tokens.order.at(b, t)", "b * params.tokens.seq + t", "plain", "forward: out of range"),
     kernel("the zero column first", FORWARD, "forward_kernels_bfloat16", "encoding.columns.width - 1, 0)", "0, 0)",
            "plain", "forward: widths"),
