@@ -91,3 +91,26 @@ def test_launches_are_refused(gate):
         assert len(gate.problems_of_launches([good._replace(**change)], kernels)) == 1
     late = {NAME: gate.Kernel(NAME, code(*ROWS, "FMUL R28, R8, R7", STORE, *IDS, *IDS))}
     assert len(gate.problems_of_launches([good], late)) == 1
+
+
+def test_no_grid_takes_fewer_steps(gate):
+    """The shapes that launch_config.h tries hold the best of all grids, for any registers and kind of column."""
+    calls = [
+        (units, seq, batch, blocks * gate.MULTIPROCESSORS, gate.TOGETHER if batch >= gate.TOGETHER else 1)
+        for batch, seq, width in gate.CALLS
+        for units in (width // 8, width // 4, width // 2)
+        for blocks in range(1, 9)
+    ]
+    for call, shape in zip(calls, gate.shapes_of(calls), strict=True):
+        _, seq, batch, resident, together = call
+        _, y, z, x_blocks, y_blocks, z_blocks, steps = shape
+        x_count, z_count, resident = math.ceil(seq / y), math.ceil(batch / z), resident // y_blocks
+        if x_count * z_count < together * resident:
+            together = 1
+        best = min(
+            math.ceil(x * z / resident) * math.ceil(x_count / x) * math.ceil(z_count / z)
+            for z in range(1, max(z_count // together, 1) + 1)
+            for x in {min(x_count, waves * resident // z) for waves in (1, 2, 3, 4)}
+            if x > 0
+        )
+        assert math.ceil(x_blocks * z_blocks / resident) * steps <= 1.05 * best, call

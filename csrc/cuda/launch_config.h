@@ -64,7 +64,7 @@ inline Blocks balanced(int64_t x_count, int64_t z_count, int64_t resident, int64
       const int64_t steps = steps_of(blocks, x_count, z_count, resident);
       if (steps < best_steps) best = blocks, best_steps = steps;
       if (z >= most_z || z >= room) break;
-      z = std::min({z < 4 ? z + 1 : z + z / 2, most_z, room});
+      z = std::min({z < 16 ? z + 1 : z + z / 4, most_z, room});
     }
     if (static_cast<double>(best_steps) <= 1.05 * least) break;
   }

@@ -318,9 +318,9 @@ class Builder:
         source = self.folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.cpp"
         return self.object(source, ["-w", *fma_flags(), f"-I{HERE}"], text)
 
-    def kernels_from_ptx(self, arch: int, mode: str) -> list[Any]:
+    def kernels_from_ptx(self, arch: int, mode: str, units: Sequence[Unit] | None = None) -> list[Any]:
         """The translated kernels, what they call (ptx_runtime.cpp), and the launchers."""
-        units = kernel_units()
+        units = units or kernel_units()
         launchers = [self.shim_object(unit, mode, from_ptx=True) for unit in units]
         runtime = self.shim_object(Unit(HERE / "ptx_runtime.cpp"), mode)
         texts = [self.ptx(unit, arch) for unit in units]

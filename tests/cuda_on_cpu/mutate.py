@@ -2,8 +2,13 @@
 
     cd tests && python -m cuda_on_cpu.mutate [--seconds 300] [--seed 0] [--arch 80] [--file backward]
 
-Prints a line for each mutant that survives all checks. What survives is either equivalent to the original, or shows
-a check that is missing; README.md explains those that are known.
+Prints a line for each mutant that survives all checks, and why, where a rule says so:
+
+    same machine code    ptxas makes the same of the mutant and of the original
+    never reached        a trap in the instruction's place survives too: no call of the checks comes there
+
+What no rule explains is equivalent to the original for another reason, or shows a check that is missing. README.md
+tells what was found. With --file, the kernels of other sources are compiled by g++, which takes a fraction of the time.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import dataclasses
 import random
 import re
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -93,16 +99,21 @@ class Mutation:
         self.builder = build.Builder(folder, workers)
         self.arch = arch
         self.ptx = {}
-        for unit in build.kernel_units():
+        self.codes: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        units = [unit for unit in build.kernel_units() if only in unit.name]
+        for unit in units:
             text = self.builder.ptx(unit, arch).result().read_text()
-            if only in unit.name and ".entry" in text:
+            if ".entry" in text:
                 self.ptx[unit.name] = text
         self.kernels = {name: {kernel.name: kernel for kernel in ptx_to_cpp.read_kernels(text)}
                         for name, text in self.ptx.items()}  # fmt: skip
         self.modes = ("plain", "asan")
         self.originals = {}
         for mode in self.modes:
-            parts = [*self.builder.kernels_from_ptx(arch, mode), *self.builder.host_objects()]
+            others = [unit for unit in build.kernel_units() if unit not in units]
+            parts = [*self.builder.kernels_from_ptx(arch, mode, units), *self.builder.host_objects()]
+            parts += [self.builder.shim_object(unit, "plain") for unit in others]  # which no check of a mutant runs
             self.originals[mode] = [part.result() for part in parts]
 
     def mutants(self) -> list[Mutant]:
@@ -138,6 +149,37 @@ class Mutation:
             for path in (source, target, program):
                 path.unlink(missing_ok=True)
 
+    def why(self, mutant: Mutant, number: int) -> str:
+        """Which rule explains that a mutant survived; "" if none does."""
+        if self.machine_code(mutant, number) == self.machine_code(dataclasses.replace(mutant, after=mutant.before), 0):
+            return "same machine code"
+        if self.check(dataclasses.replace(mutant, after="trap"), number) == "":
+            return "never reached"
+        return ""
+
+    def machine_code(self, mutant: Mutant, number: int) -> bytes:
+        """What ptxas makes of the mutant's kernel."""
+        original = mutant.before == mutant.after
+        with self.lock:
+            if original and mutant.kernel in self.codes:
+                return self.codes[mutant.kernel]
+        lines = self.ptx[mutant.source].splitlines()
+        line = lines[mutant.line - 1]
+        assert " ".join(line.split()).endswith(mutant.before + ";"), line
+        lines[mutant.line - 1] = line[: line.index(mutant.before.split()[0])] + mutant.after + ";"
+        source = self.builder.folder / f"mutant-{number}-{mutant.kernel[-40:]}-{original}.ptx"
+        target = source.with_suffix(".cubin")
+        source.write_text("\n".join(lines))
+        ptxas = Path(build.nvcc() or "nvcc").parent / "ptxas"
+        build.compile_or_raise([ptxas, f"-arch=sm_{self.arch}", "--entry", mutant.kernel, source, "-o", target])
+        code = target.read_bytes()
+        source.unlink()
+        target.unlink()
+        with self.lock:
+            if original:
+                self.codes[mutant.kernel] = code
+        return code
+
 
 def groups_for(mutant: Mutant) -> list[str]:
     if mutant.source.startswith("forward"):
@@ -160,6 +202,7 @@ def main() -> None:
         print(f"{len(mutants)} possible mutants of compute_{arguments.arch}", flush=True)
         end = time.monotonic() + arguments.seconds
         results: Counter[str] = Counter()
+        reasons: Counter[str] = Counter()
 
         def try_one(number: int) -> None:
             if time.monotonic() > end:
@@ -168,9 +211,12 @@ def main() -> None:
             noticed = mutation.check(mutant, number)
             results[noticed] += 1
             if noticed == "":
+                why = mutation.why(mutant, number)
+                reasons[why or "no rule"] += 1
                 kernel = build.run(["c++filt", mutant.kernel]).stdout.strip() or mutant.kernel
                 place = f"{mutant.source}-{arguments.arch}.ptx:{mutant.line}"
-                print(f"survived: {place} {kernel}\n    {mutant.before}\n    {mutant.after}", flush=True)
+                print(f"survived ({why or 'no rule says why'}): {place} {kernel}", flush=True)
+                print(f"    {mutant.before}\n    {mutant.after}", flush=True)
 
         workers = arguments.workers or mutation.builder.workers
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -178,6 +224,7 @@ def main() -> None:
         tried = results["plain"] + results["asan"] + results[""]
         print(f"{tried} tried: {results['plain']} caught by values, {results['asan']} by ASan or UBSan alone, "
               f"{results['']} survived ({results['invalid']} more were not valid PTX)")  # fmt: skip
+        print("of those that survived:", ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ class Bug:
 
     name: str
     file: str  # in csrc
-    units: str  # separated by spaces
+    units: str  # or kernels of a unit, such as tokens_float32; separated by spaces
     old: str
     new: str
     mode: str  # "host", "contention", "memory order", or how the kernels are run
@@ -57,15 +57,33 @@ class Bug:
         if self.mode in ("contention", "memory order"):
             return builder.contention_program(self.mode, csrc, name)
         originals = build.kernel_units(dtypes=build.TSAN_TYPES) if self.mode == "tsan" else build.kernel_units()
-        assert set(units) <= {u.name for u in originals}
-        # Of an inline function that several units have, the first one counts.
-        objects = [
-            builder.shim_object(u._replace(path=csrc / "cuda" / u.path.name), self.mode, csrc=csrc)
-            if u.name in units
-            else builder.shim_object(u, self.mode)
-            for u in sorted(originals, key=lambda u: u.name not in units)
-        ]
+        whole = [u for u in originals if u.name in units]
+        changed = [u._replace(path=csrc / "cuda" / u.path.name) for u in whole]
+        changed += [self.kernels(folder, name) for name in set(units) - {u.name for u in whole}]
+        # Of a template's instance or an inline function that several units have, the first one counts.
+        objects = [builder.shim_object(u, self.mode, csrc=csrc) for u in changed]
+        objects += [builder.shim_object(u, self.mode) for u in originals if u not in whole]
         return builder.link(name, [*objects, *builder.host_objects()], self.mode, partial=self.mode == "tsan")
+
+    def kernels(self, folder: Path, name: str) -> build.Unit:
+        """Some kernels alone: all of a unit take several times as long to compile."""
+        kind, _, dtype = name.partition("_")
+        source = folder / f"{name}.cu"
+        element = f"<ElementOf<Dtype::{dtype}>"
+        instances = [f"template void {kernel.replace('<T', element)}(ForwardParams, ForwardLaunch);"
+                     for kernel in INSTANCES[kind]]  # fmt: skip
+        source.write_text("\n".join(['#include "cuda/forward.cuh"', "namespace posenc::cuda {", *instances, "}\n"]))
+        return build.Unit(source)
+
+
+INSTANCES = {
+    "tokens": [f"forward_tokens<T, Source::gathered, Arrangement::{arrangement}, Inner::{inner}>"
+               for arrangement in ("interleaved", "halves") for inner in ("batch", "seq")],
+    "vectors": [f"forward_vectors<T, Source::{source}, Arrangement::interleaved, Mode::{mode}>"
+                for source in ("gathered", "none") for mode in ("shared", "per_token_exact")],
+    "general": [f"forward_general<T, Source::gathered, Arrangement::{a}>" for a in ("interleaved", "halves")],
+    "columns": [f"forward_columns<T, Source::{source}, false>" for source in ("gathered", "none")],
+}  # fmt: skip
 
 
 def host(name: str, file: str, old: str, new: str, only: str, units: str = "", caught: str = "FAILED") -> Bug:
@@ -222,25 +240,25 @@ FORWARD, BACKWARD, RECORD, BOUNDS = "forward.cuh", "backward.cuh", "out_of_range
 OVERFLOW = "AddressSanitizer: heap-buffer-overflow|use-after-poison"
 
 SHAPES = [
-    kernel("ids of a round past the last token", FORWARD, "forward_kernels_float32", "next.has(i) ? number : 0",
+    kernel("ids of a round past the last token", FORWARD, "tokens_float32", "next.has(i) ? number : 0",
            "number", "asan", "forward: tokens", OVERFLOW),
-    kernel("rows of tokens past the last one", FORWARD, "forward_kernels_bfloat16", "walk.has(i) ? place : 0", "place",
+    kernel("rows of tokens past the last one", FORWARD, "tokens_bfloat16", "walk.has(i) ? place : 0", "place",
            "asan", "forward: tokens", OVERFLOW + "|misaligned address"),
-    kernel("tokens past the last one are written", FORWARD, "forward_kernels_float16", "if (!walk.has(i)) break;", "",
+    kernel("tokens past the last one are written", FORWARD, "tokens_float16", "if (!walk.has(i)) break;", "",
            "asan", "forward: tokens", OVERFLOW + "|misaligned address"),
-    kernel("threads beyond the outer axis have tokens", FORWARD, "forward_kernels_float32",
+    kernel("threads beyond the outer axis have tokens", FORWARD, "tokens_float32",
            "if (outer >= length(!kAlongSeq)) inner = length(kAlongSeq);", "", "asan", "forward: kernels", OVERFLOW),
-    kernel("one encoding for all tokens in flight", FORWARD, "forward_kernels_bfloat16", "walk.t(i) != made_for",
+    kernel("one encoding for all tokens in flight", FORWARD, "tokens_bfloat16", "walk.t(i) != made_for",
            "made_for < 0", "plain", "forward: tokens"),
-    kernel("only the first token in flight may be out of range", FORWARD, "forward_kernels_float16",
+    kernel("only the first token in flight may be out of range", FORWARD, "tokens_float16",
            "slow |= !token.in_range;", "slow |= i == 0 && !token.in_range;", "plain", "forward: tokens of"),
-    kernel("a far position makes the next ones far", FORWARD, "forward_kernels_float32",
+    kernel("a far position makes the next ones far", FORWARD, "tokens_float32",
            "far = columns.is_far(position);", "far |= columns.is_far(position);", "plain", "forward: tokens of"),
-    kernel("the ids of the first round for every round", FORWARD, "forward_kernels_bfloat16",
+    kernel("the ids of the first round for every round", FORWARD, "tokens_bfloat16",
            "ask_for_ids(); Token<float> token;", "Token<float> token;", "plain", "forward: tokens"),
-    kernel("tokens of other shards are +0", FORWARD, "forward_kernels_float32", "token.scale = -0.0f;",
+    kernel("tokens of other shards are +0", FORWARD, "tokens_float32", "token.scale = -0.0f;",
            "token.scale = 0.0f;", "plain", "forward: tokens"),
-    kernel("the step of a place in the output for that of a base term", FORWARD, "forward_kernels_float32",
+    kernel("the step of a place in the output for that of a base term", FORWARD, "tokens_float32",
            "token.out += walk.step_of(params.out_strides)", "token.out += walk.step_of(params.base_strides)", "plain",
            "forward: tokens"),
     kernel("the last token of a segment counts as a segment", BACKWARD, "backward",
@@ -259,24 +277,24 @@ SHAPES = [
 ]  # fmt: skip
 
 GENERAL = [
-    kernel("a shard draws from the first column", "elements.cuh", "forward_kernels_float32",
+    kernel("a shard draws from the first column", "elements.cuh", "general_float32",
            "column += dropout.first_column;", "", "plain", "forward: general"),
-    kernel("the upper half of a draw first", "elements.cuh", "forward_kernels_bfloat16",
+    kernel("the upper half of a draw first", "elements.cuh", "general_bfloat16",
            "i % 2 == 1 : half", "i % 2 == 0 : half", "plain", "forward: general"),
-    kernel("one draw too many in a word", "elements.cuh", "forward_kernels_float32",
+    kernel("one draw too many in a word", "elements.cuh", "general_float32",
            "half < 4 ? (half < 2", "half < 4 ? (half < 3", "plain", "forward: general"),
-    kernel("the threshold is dropped too", "elements.cuh", "forward_kernels_float16",
+    kernel("the threshold is dropped too", "elements.cuh", "general_float16",
            "< dropout.threshold", "<= dropout.threshold + 400", "plain", "forward: general"),
-    kernel("an encoding at padding", "elements.cuh", "forward_kernels_float32",
+    kernel("an encoding at padding", "elements.cuh", "general_float32",
            "token.encoded ? epilogue<source, encoded>", "true ? epilogue<source, encoded>", "plain",
            "forward: general"),
-    kernel("the row of padding shows", "elements.cuh", "forward_kernels_float64",
+    kernel("the row of padding shows", "elements.cuh", "general_float64",
            "if (!token.embedded) return encoding;", "", "plain", "forward: general"),
-    kernel("the scale on the device is not read", "elements.cuh", "forward_kernels_bfloat16",
+    kernel("the scale on the device is not read", "elements.cuh", "general_bfloat16",
            "params.encoding.scale_on_device != nullptr", "false", "plain", "forward: general"),
-    kernel("one encoding for all rows", FORWARD, "forward_kernels_float32",
+    kernel("one encoding for all rows", FORWARD, "general_float32",
            "(!made || !params.positions.shared()))", "!made)", "plain", "forward: general"),
-    kernel("far positions are left out", FORWARD, "forward_kernels_float32",
+    kernel("far positions are left out", FORWARD, "general_float32",
            "slow |= !token.in_range || far;", "slow |= !token.in_range;", "plain", "forward: general"),
     kernel("gradients are dropped by their place in the order", BACKWARD, "backward",
            "add(sum_of(gradients[i], scratch.order[at + i]), sum);", "add(sum_of(gradients[i], at + i), sum);", "plain",
@@ -287,28 +305,28 @@ GENERAL = [
            "params.dropout.first_column % kColumnsPerDraw == 0", "true", "plain", "backward: dropout"),
     kernel("dropout where vectors straddle draws", "forward.cu", "forward",
            "params.dropout.first_column % kColumnsPerDraw == 0", "true", "plain", "forward: general"),
-    kernel("fractions are left out", FORWARD, "forward_kernels_float32",
+    kernel("fractions are left out", FORWARD, "general_float32",
            "if (general && p.fraction != 0) phase += fraction_phase32(frequencies, p.fraction, k);", "", "plain",
            "forward: numbers"),
-    kernel("a negative frequency has no sign", FORWARD, "forward_kernels_bfloat16",
+    kernel("a negative frequency has no sign", FORWARD, "general_bfloat16",
            "if (general) sign ^= __float_as_uint(angle), angle = fabsf(angle);", "if (general) angle = fabsf(angle);",
            "plain", "forward: numbers"),
-    kernel("given frequencies are at most 1", FORWARD, "forward_kernels_float32",
+    kernel("given frequencies are at most 1", FORWARD, "general_float32",
            "return !(static_cast<float>(p) * largest < kShortAngle);",
            "return !(static_cast<float>(p) < kShortAngle);", "plain", "forward: numbers"),
-    kernel("what is no position has an encoding", "elements.cuh", "forward_kernels_float16",
+    kernel("what is no position has an encoding", "elements.cuh", "general_float16",
            "position.exists() ? scale : static_cast<acc_t>(NAN)", "scale", "plain", "forward: numbers"),
     kernel("only a block of frequencies is converted", "frequencies.cuh", "frequencies",
            "k < to.stride;", "k < 3;", "plain", "forward: numbers"),
     kernel("vectors of a table at any address", "forward.cu", "forward", "&& table_is_aligned(params)", "", "asan",
            "forward: tables", "misaligned address"),
-    kernel("a row of positions for all rows of the batch", FORWARD, "forward_kernels_float32",
+    kernel("a row of positions for all rows of the batch", FORWARD, "general_float32",
            "(!made || !params.positions.shared()))", "!made)", "plain", "forward: tables"),
-    kernel("the row after the last is in range", "../token.h", "forward_kernels_float32",
+    kernel("the row after the last is in range", "../token.h", "general_float32",
            "static_cast<uint64_t>(position) < static_cast<uint64_t>(table.rows)",
            "static_cast<uint64_t>(position) <= static_cast<uint64_t>(table.rows)", "asan",
            "forward: positions out of range", "AddressSanitizer: heap-buffer-overflow|use-after-poison|FAILED"),
-    kernel("positions recorded as ids", RECORD, "forward_kernels_float16 bounds", "record->of = of;", "", "plain",
+    kernel("positions recorded as ids", RECORD, "general_float16 bounds", "record->of = of;", "", "plain",
            "forward: positions out of range"),
 ]  # fmt: skip
 
@@ -323,16 +341,16 @@ KERNELS = [
            "misaligned address"),
     kernel("sines alone as halves", "forward.cu", "forward", "columns.sines == columns.cosines", "true", "plain",
            "forward: column shards"),
-    kernel("rows of other shards are read", "../token.h", "forward_kernels_bfloat16", "id - first >= end - first",
+    kernel("rows of other shards are read", "../token.h", "tokens_bfloat16", "id - first >= end - first",
            "false", "asan", "forward: row shards", "AddressSanitizer: heap-buffer-overflow|use-after-poison"),
-    kernel("sine and cosine swapped", FORWARD, "forward_kernels_bfloat16", "cosine_first ? pair.cos : pair.sin",
+    kernel("sine and cosine swapped", FORWARD, "vectors_bfloat16", "cosine_first ? pair.cos : pair.sin",
            "cosine_first ? pair.sin : pair.cos", "plain", "forward: kernels"),
-    kernel("far positions made by the near formulas", FORWARD, "forward_kernels_float32",
+    kernel("far positions made by the near formulas", FORWARD, "vectors_float32",
            "magnitude(position) >= limit", "false", "plain", "forward: positions"),
-    kernel("every thread of a block writes all its positions", FORWARD, "forward_kernels_bfloat16",
+    kernel("every thread of a block writes all its positions", FORWARD, "vectors_bfloat16",
            "int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t t = blockIdx.x", "tsan",
            "forward: kernels", "data race"),
-    kernel("threads write each other's rows", FORWARD, "forward_kernels_bfloat16",
+    kernel("threads write each other's rows", FORWARD, "vectors_bfloat16",
            "return blockIdx.z * int64_t{blockDim.z} + threadIdx.z", "return 0", "tsan", "forward: kernels",
            "data race"),
     kernel("blocks sum each other's chunks", BACKWARD, "backward",
@@ -392,11 +410,15 @@ KERNELS = [
            ") return;", "plain", "backward: patterns"),
     kernel("a count one too large", BACKWARD, "backward", "static_cast<acc_t>(end - begin)",
            "static_cast<acc_t>(end - begin + 1)", "plain", "backward: patterns"),
-    kernel("far positions are left", FORWARD, "forward_kernels_bfloat16", "if (!is_far(token.position)) continue;",
+    kernel("far positions are left", FORWARD, "vectors_bfloat16", "if (!is_far(token.position)) continue;",
            "continue;", "plain", "forward: positions"),
+<<<<<<< HEAD
     kernel("the place of an id by rows of the batch", RECORD, "forward_kernels_bfloat16",
+=======
+    kernel("the place of an id by rows of the batch", FORWARD, "tokens_bfloat16",
+>>>>>>> 99d2f349c74a3d281ef42819f8237a2a7d5afa2f
            "params.tokens.order.at(b, t)", "b * params.tokens.seq + t", "plain", "forward: out of range"),
-    kernel("the zero column first", FORWARD, "forward_kernels_bfloat16", "encoding.columns.width - 1, 0)", "0, 0)",
+    kernel("the zero column first", FORWARD, "columns_bfloat16", "encoding.columns.width - 1, 0)", "0, 0)",
            "plain", "forward: widths"),
     kernel("a tile is written while the last one is read", "positions.cuh", "positions",
            "__syncthreads();  // the next tile", ";  // the next tile", "tsan", "positions: padding", "data race"),
