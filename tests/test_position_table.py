@@ -296,7 +296,7 @@ def test_transforms():
     """torch.func and forward mode: the numbers of the op."""
     direction, options = (
         torch.randn_like(P),
-        {"positions": IDS, "token_scale": 2.0, "at_padding": "zeros", "padding_idx": 2},
+        {"positions": IDS, "offset": 3, "at_padding": "zeros", "padding_idx": 2},
     )
 
     def function(p: Tensor) -> Tensor:
