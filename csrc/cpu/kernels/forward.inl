@@ -275,28 +275,44 @@ class DrawnBits {
 
   POSENC_HD void draw(uint64_t seed, int64_t token, int64_t first, int64_t count) {
     first_ = first % kColumnsPerDraw;
+    const int64_t draws = (first_ + count + kColumnsPerDraw - 1) / kColumnsPerDraw;
+    int64_t n = 0;
+    for (; n + kLanes<float> < draws; n += 2 * kLanes<float>) draw_vectors<2>(seed, token, first / kColumnsPerDraw, n);
+    if (n < draws) draw_vectors<1>(seed, token, first / kColumnsPerDraw, n);
+  }
+
+  const uint16_t* begin() const { return bits_ + first_; }
+
+ private:
+  // Draws n and on, of those that begin with number `begin`.
+  template <int vectors>
+  POSENC_HD void draw_vectors(uint64_t seed, int64_t token, int64_t begin, int64_t n) {
     UintVector lane;
     for (int64_t i = 0; i < kLanes<float>; ++i) lane[i] = static_cast<uint32_t>(i);
-    const int64_t draws = (first_ + count + kColumnsPerDraw - 1) / kColumnsPerDraw;
-    for (int64_t n = 0; n < draws; n += kLanes<float>) {
-      UintVector word[4] = {lane + static_cast<uint32_t>(first / kColumnsPerDraw + n), UintVector{},
-                            splat(static_cast<uint32_t>(token)), splat(static_cast<uint32_t>(token >> 32))};
-      philox(word, seed);
+    UintVector drawn[vectors][4];
+    for (int64_t v = 0; v < vectors; ++v) {
+      drawn[v][0] = lane + static_cast<uint32_t>(begin + n + v * kLanes<float>);
+      drawn[v][1] = UintVector{};
+      drawn[v][2] = splat(static_cast<uint32_t>(token));
+      drawn[v][3] = splat(static_cast<uint32_t>(token >> 32));
+    }
+    philox(drawn, seed);
+    uint16_t* to = bits_ + kColumnsPerDraw * n;
+    for (const UintVector(&word)[4] : drawn) {
       // The words of one draw side by side are its halves in the order of the columns.
       FloatVector even[2] = {}, odd[2] = {}, all[2] = {};
       interleave(bit_cast<FloatVector>(word[0]), bit_cast<FloatVector>(word[2]), even[0], even[1]);
       interleave(bit_cast<FloatVector>(word[1]), bit_cast<FloatVector>(word[3]), odd[0], odd[1]);
       for (int64_t half = 0; half < 2; ++half) {
         interleave(even[half], odd[half], all[0], all[1]);
-        for (int64_t v = 0; v < 2; ++v)
-          store_bytes<false>(bits_ + kColumnsPerDraw * n + (2 * half + v) * 2 * kLanes<float>, all[v]);
+        for (const FloatVector& part : all) {
+          store_bytes<false>(to, part);
+          to += 2 * kLanes<float>;
+        }
       }
     }
   }
 
-  const uint16_t* begin() const { return bits_ + first_; }
-
- private:
   // The last vector of draws may reach past the last column.
   alignas(64) uint16_t bits_[kMostColumns + kColumnsPerDraw + kColumnsPerDraw * kLanes<float>];
   int64_t first_ = 0;
@@ -304,11 +320,11 @@ class DrawnBits {
 
 // The same of one column.
 POSENC_HD uint16_t drawn_bits(uint64_t seed, int64_t token, int64_t column) {
-  uint32_t word[4] = {static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token),
-                      static_cast<uint32_t>(token >> 32)};
-  philox(word, seed);
+  uint32_t draw[1][4] = {{static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token),
+                          static_cast<uint32_t>(token >> 32)}};
+  philox(draw, seed);
   const int64_t half = column % kColumnsPerDraw;
-  return static_cast<uint16_t>(word[half / 2] >> 16 * (half % 2));
+  return static_cast<uint16_t>(draw[0][half / 2] >> 16 * (half % 2));
 }
 
 // What dropout makes of elements, by their bits.
@@ -334,7 +350,9 @@ struct Dropper {
       } else {
         drawn = __builtin_convertvector(load_bytes<HalfUintVector>(bits + i + v * kLanes<float>), UintVector);
       }
-      values[v] = drawn < threshold ? FloatVector{} : values[v] * static_cast<float>(factor);
+      // Signed, which AVX2 has an instruction for.
+      values[v] = bit_cast<IntVector>(drawn) < static_cast<int32_t>(threshold) ? FloatVector{}
+                                                                               : values[v] * static_cast<float>(factor);
     }
   }
 };
