@@ -412,11 +412,7 @@ KERNELS = [
            "static_cast<acc_t>(end - begin + 1)", "plain", "backward: patterns"),
     kernel("far positions are left", FORWARD, "vectors_bfloat16", "if (!is_far(token.position)) continue;",
            "continue;", "plain", "forward: positions"),
-<<<<<<< HEAD
-    kernel("the place of an id by rows of the batch", RECORD, "forward_kernels_bfloat16",
-=======
-    kernel("the place of an id by rows of the batch", FORWARD, "tokens_bfloat16",
->>>>>>> 99d2f349c74a3d281ef42819f8237a2a7d5afa2f
+    kernel("the place of an id by rows of the batch", RECORD, "tokens_bfloat16",
            "params.tokens.order.at(b, t)", "b * params.tokens.seq + t", "plain", "forward: out of range"),
     kernel("the zero column first", FORWARD, "columns_bfloat16", "encoding.columns.width - 1, 0)", "0, 0)",
            "plain", "forward: widths"),
