@@ -233,7 +233,7 @@ def problems_of_atomics(kernel: Kernel) -> list[str]:
 def problems_of(kernel: Kernel, kernels: dict[str, Kernel]) -> list[str]:
     """What the machine code of a kernel should not have, and what it lacks; `kernels` are all of an architecture."""
     problems = []
-    divides = kernel.function == "sum_segments"
+    divides = kernel.function.endswith("sum_segments")
     fused, multiplied, added = map(kernel.numbers, ("FMA", "MUL", "ADD"))
     if kernel.count("LDL|STL"):
         problems.append("local memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posenc_ext import _C, CONVENTIONS, functional
+from posenc_ext import _C, CONVENTIONS, Convention, LearnedPositionalEmbedding, functional
 
 from . import accuracy, inputs, memory
 from .inputs import COPY, EAGER, OURS, Shape, copy_of, gradient, table
@@ -137,6 +138,7 @@ def decode(case: Case, settings: Settings) -> list[Provider]:
 
 
 P = 0.1  # of dropout
+LEARNED, COMPILED_LEARNED = "wte(x) + wpe(arange)", "wte(x) + wpe(arange), torch.compile"
 
 # What a call may do besides, and what it then is compared with.
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -172,6 +174,73 @@ def offsets(case: Case, settings: Settings) -> list[Provider]:
         Provider(OURS, lambda tokens: functional.embed(tokens, data, offset=offset, out=out), ids),
         Provider(EXPLICIT, lambda tokens: functional.embed(tokens, data, positions=places, out=out), ids),
     ]
+
+
+def floating(case: Case, settings: Settings) -> list[Provider]:
+    """Positions with a fraction, against integers."""
+    shape, ids, data = case.shape, case.batches(settings), case.weight(settings).detach()
+    out = torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
+    places = torch.arange(shape.length).repeat(shape.batch, 1)
+    times = places + 0.37
+    return [
+        Provider(OURS, lambda tokens: functional.embed(tokens, data, positions=times, out=out), ids),
+        Provider(EXPLICIT, lambda tokens: functional.embed(tokens, data, positions=places, out=out), ids, same=False),
+    ]
+
+
+def timesteps(case: Case, settings: Settings) -> list[Provider]:
+    """The encoding of diffusion timesteps, as get_timestep_embedding of diffusers composes it."""
+    width, half = case.shape.width, case.shape.width // 2
+    generator = torch.Generator().manual_seed(3)
+    times = [torch.rand(case.shape.length, generator=generator) * 1000 for _ in range(case.calls + 1)]
+    convention = Convention(divisor="half", layout="cos_sin", odd="zero")
+
+    def composed(times: Tensor) -> Tensor:
+        w = torch.exp(-math.log(10000) * torch.arange(0, half, dtype=torch.float32) / half)
+        angle = times[:, None].float() * w[None, :]
+        return torch.cat([angle.cos(), angle.sin()], dim=-1).to(case.shape.dtype)
+
+    def ours(times: Tensor) -> Tensor:
+        return functional.positional_encoding(times, width, convention=convention, dtype=case.shape.dtype)
+
+    return [Provider(OURS, ours, times), Provider(COMPOSED, composed, times)]
+
+
+def padded(case: Case, settings: Settings) -> list[Provider]:
+    """Positions count real tokens and pads have no encoding: M2M100's two modules. A quarter of each row is padding."""
+    shape, batches, weight, pad = case.shape, case.batches(settings), case.weight(settings), 1
+    for tokens in batches:
+        tokens[:, : shape.length // 4] = pad
+    options = {"padding_idx": pad, "count_padding": False, "at_padding": "no_encoding", "convention": "fairseq"}
+    layer = inputs.fused(shape, weight, **options)
+    rows = functional.positional_encoding(shape.length + 2, shape.width, convention="tensor2tensor", dtype=shape.dtype)
+    rows[pad] = 0
+
+    def of_m2m100(tokens: Tensor) -> Tensor:
+        embedded = F.embedding(tokens, weight, pad) * math.sqrt(shape.width)
+        mask = tokens.ne(pad).int()
+        positions = (torch.cumsum(mask, dim=1).type_as(mask) * mask).long() + pad
+        return embedded + rows.index_select(0, positions.view(-1)).view(*tokens.shape, -1)
+
+    return [Provider(OURS, layer, batches), Provider(COMPOSED, of_m2m100, batches)]
+
+
+def learned(case: Case, settings: Settings) -> list[Provider]:
+    """Token + position, both looked up: GPT-2's input layer."""
+    shape, ids, weight = case.shape, case.batches(settings), case.weight(settings)
+    positions = nn.Parameter(table(dataclasses.replace(shape, vocabulary=shape.length), settings.device))
+    position = LearnedPositionalEmbedding(shape.length, shape.width, device="meta")
+    position.weight = positions
+    layer = inputs.fused(shape, weight, token_scale=1, position=position)
+
+    def eager(tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, weight) + F.embedding(torch.arange(tokens.shape[1], device=tokens.device), positions)
+
+    found = [Provider(OURS, layer, ids), Provider(LEARNED, eager, ids)]
+    if not settings.quick:
+        torch.compiler.reset()
+        found.append(Provider(COMPILED_LEARNED, inputs.compiled(eager), ids))
+    return found
 
 
 def with_dropout(case: Case, settings: Settings, *, backward: bool) -> list[Provider]:
@@ -431,6 +500,12 @@ def cpu_cases() -> Iterator[Case]:
             yield out(f"forward.{what}.{shape.name}", title, partial(extra, what=what), shape, limit)
         title = f"forward {shape.text}, an offset for each row, out="
         yield out(f"forward.offsets.{shape.name}", title, offsets, shape, {EXPLICIT: 1.0})
+        title = f"forward {shape.text}, floating positions, out="
+        yield out(f"forward.floating.{shape.name}", title, floating, shape, {EXPLICIT: 1.25})
+        title = f"forward {shape.text}, padded, as M2M100"
+        yield pooled(f"forward.padded.{shape.name}", title, padded, shape, {COMPOSED: 0.25})
+        title, limits = f"forward {shape.text}, token + learned table", {LEARNED: 0.50, COMPILED_LEARNED: 0.90}
+        yield pooled(f"forward.learned.{shape.name}", title, learned, shape, limits)
         for name, title, back, limits in (
             ("dropout.forward", f"forward {shape.text}, dropout {P}", False, (0.06, 0.08)),
             ("dropout.step", f"forward + backward {shape.text}, dropout {P}", True, (0.15, 0.10)),
@@ -451,6 +526,11 @@ def cpu_cases() -> Iterator[Case]:
     yield pooled("sparse.step", title, sparse_step, few, {TORCH_SPARSE: 0.80}, sparse_step_bytes, **more)
     title = "sparse: the coalesced gradient alone"
     yield pooled("sparse.backward", title, sparse_backward, few, {}, sparse_bytes, calls=32)
+
+    times = Shape(1, 4096, 320)
+    for shape in (times, times.of(BF16)):
+        title = f"timestep embedding {shape.text}"
+        yield pooled(f"timesteps.{shape.name}", title, timesteps, shape, {COMPOSED: 0.25})
 
     one = partial(Case, thresholds={EAGER: 0.40}, bytes_moved=lambda shape: None, calls=1000)
     yield one("token.call", "one token, no grad", layers)

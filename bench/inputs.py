@@ -186,9 +186,9 @@ def formula(weight: Tensor, ids: Tensor) -> Tensor:
     return (F.embedding(ids, weight).float() * math.sqrt(width) + encoding).to(weight.dtype)
 
 
-def fused(shape: Shape, weight: nn.Parameter, *, sparse: bool = False) -> posenc_ext.TransformerEmbedding:
+def fused(shape: Shape, weight: nn.Parameter, **options: Any) -> posenc_ext.TransformerEmbedding:
     """The fused layer on this weight."""
-    layer = posenc_ext.TransformerEmbedding(shape.vocabulary, shape.width, sparse=sparse, device="meta")
+    layer = posenc_ext.TransformerEmbedding(shape.vocabulary, shape.width, device="meta", **options)
     layer.weight = weight
     return layer
 

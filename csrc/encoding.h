@@ -16,9 +16,10 @@ namespace posenc {
 enum class Precision : int64_t { exact = 0, reference = 1 };
 constexpr int64_t kPrecisions = 2;
 
-// With D the frequency_width: d: w_k = base^(-2k/D); half_minus_1: w_k = base^(-k / max(floor(D/2) - 1, 1)).
-enum class Divisor : int64_t { d = 0, half_minus_1 = 1 };
-constexpr int64_t kDivisors = 2;
+// With D the frequency_width: d: w_k = base^(-2k/D); half: w_k = base^(-k / max(floor(D/2), 1)), which is d at even
+// widths; half_minus_1: w_k = base^(-k / max(floor(D/2) - 1, 1)).
+enum class Divisor : int64_t { d = 0, half_minus_1 = 1, half = 2 };
+constexpr int64_t kDivisors = 3;
 
 enum class OddRule : int64_t {
   sine = 0,      // the last column is one more sine, of the next frequency

@@ -118,8 +118,8 @@ std::shared_ptr<const FrequencyTable> make(const FrequencyKey& key) {
   const Fixed inverse_two_pi = {{0, 0x28BE60DB9391054A, 0x7F09D5F47D4D3770, 0x36D8A5664F10E410}};
   // The exponent of w_k is -k * numerator / denominator.
   const uint64_t numerator = divisor == Divisor::d ? 2 : 1;
-  const int64_t half_minus_1 = width / 2 - 1;
-  const uint64_t denominator = divisor == Divisor::d ? width : (half_minus_1 > 1 ? half_minus_1 : 1);
+  const int64_t half = divisor == Divisor::half_minus_1 ? width / 2 - 1 : width / 2;
+  const uint64_t denominator = divisor == Divisor::d ? width : std::max<int64_t>(half, 1);
 
   auto table = std::make_shared<FrequencyTable>();
   for (auto& words : table->turns) words.reserve(pairs + kFrequencyPadding);

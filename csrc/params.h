@@ -53,8 +53,16 @@ struct Positions {
   POSENC_HD bool shared() const { return strides.batch == 0; }
 };
 
+// A table of encodings in place of sinusoids: position p has row p. Its columns are contiguous.
+struct PositionTable {
+  const void* data = nullptr;  // of the dtype of the call; null: none
+  int64_t rows = 0;            // positions lie in [0, rows)
+  int64_t row_stride = 0;
+};
+
 struct Encoding {
-  Columns columns;
+  Columns columns;  // of sinusoids; not `encoded` where there is a table
+  PositionTable table;
   Precision precision = Precision::exact;
   Frequencies frequencies;
   double scale = 1;
@@ -101,7 +109,8 @@ struct ForwardParams {
   // Whether a call asks for more than scale * base + the encoding of an integer position.
   bool general() const {
     return dropout.seed != nullptr || at_padding != AtPadding::embed || encoding.scale != 1 ||
-           encoding.scale_on_device != nullptr || positions.floats.data != nullptr || encoding.frequencies.given();
+           encoding.scale_on_device != nullptr || positions.floats.data != nullptr || encoding.frequencies.given() ||
+           encoding.table.data != nullptr;
   }
 };
 
@@ -133,6 +142,7 @@ struct BackwardParams {
   bool scale_by_frequency = false;
   void* out = nullptr;  // contiguous
   double token_scale = 1.0;
+  Dropout dropout;  // of grad, whose tokens are numbered in their order
 };
 
 // The order of a sum is part of its result, on every backend: the tokens of a segment are added in token order in

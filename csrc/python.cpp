@@ -116,7 +116,8 @@ void embed_raw(const py::array& weight, const py::array& ids, py::array out, int
 
   ForwardParams params;
   params.tokens = {batch, length, {length, 1}};
-  params.encoding = {spec.columns(width), spec.precision, {}};
+  params.encoding.columns = spec.columns(width);
+  params.encoding.precision = spec.precision;
   params.positions.offset = offset;
   params.dtype = dtype->second;
   params.source = Source::gathered;

@@ -30,8 +30,9 @@ struct Spec {
     int64_t bits = flags;
     if (flags >= 0 && flags < 512) {
       const int64_t layout_0_1 = (flags >> 2) & 3;
-      bits = kVersion | (flags & 3) | (layout_0_1 == 3 ? kNone : layout_0_1 << 4) | (flags >> 4 & 3) << 8 |
-             (flags >> 6 & 3) << 12 | (flags & 256 ? kSequenceFirst : 0);
+      // 0.1 had two divisors.
+      bits = kVersion | (flags & 2 ? 15 : flags & 1) | (layout_0_1 == 3 ? kNone : layout_0_1 << 4) |
+             (flags >> 4 & 3) << 8 | (flags >> 6 & 3) << 12 | (flags & 256 ? kSequenceFirst : 0);
     }
     const auto field = [&](int place) { return (bits >> (4 * place)) & 15; };
     constexpr int64_t kKnown = 0xFFFF | kNone | kSequenceFirst | kOffsets | kVersion;

@@ -27,6 +27,11 @@ POSENC_HD Position position_of(const ForwardParams& params, int64_t b, int64_t t
   return position;
 }
 
+// Whether a table of positions, if there is one, knows this one.
+POSENC_HD bool has_row(const PositionTable& table, int64_t position) {
+  return table.data == nullptr || static_cast<uint64_t>(position) < static_cast<uint64_t>(table.rows);
+}
+
 template <class acc_t>
 struct Token {
   int64_t base = 0;  // offset of its base term from params.base
@@ -34,7 +39,8 @@ struct Token {
   Position position;
   int64_t number = 0;  // in memory
   acc_t scale = 1;     // of the base term
-  // An id out of range reads row 0 with a scale of NaN. On the CPU ids are checked before; an empty table is refused.
+  // An id out of range reads row 0 with a scale of NaN, a position without a row in a table of positions reads nothing
+  // and is NaN. On the CPU both are checked before; an empty table is refused.
   bool in_range = true;
   // Nothing is read: every element of the output is `scale`.
   bool constant = false;
@@ -46,7 +52,7 @@ POSENC_HD int64_t id_of(const ForwardParams& params, int64_t b, int64_t t) {
   return params.ids[params.tokens.order.at(b, t)];
 }
 
-// `given_id`: of a gathered token. Only if `general` it has its number and knows of padding and fractions.
+// `given_id`: of a gathered token. Only if `general` it has its number and knows of padding, fractions and a table.
 template <Source source, class acc_t, bool general = false>
 POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t t, int64_t given_id) {
   Token<acc_t> token;
@@ -69,10 +75,13 @@ POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t 
     if (general && here && id == static_cast<uint64_t>(params.padding_idx)) {
       token.encoded = params.at_padding != AtPadding::no_encoding;
       token.embedded = params.at_padding != AtPadding::no_embedding;
-      const bool nothing = !token.embedded && !params.encoding.columns.encoded;
+      const bool nothing = !token.embedded && !params.encoding.columns.encoded && params.encoding.table.data == nullptr;
       if (params.at_padding == AtPadding::zeros || nothing) token.constant = true, token.scale = 0;
     }
   }
+  if constexpr (general)
+    if (!has_row(params.encoding.table, token.position.whole))
+      token.in_range = false, token.constant = true, token.scale = static_cast<acc_t>(NAN);
   return token;
 }
 

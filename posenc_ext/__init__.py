@@ -8,6 +8,7 @@ from posenc_ext.conventions import CONVENTIONS, Convention
 from posenc_ext.decompositions import decompositions
 from posenc_ext.errors import check_errors
 from posenc_ext.fuse import fuse, unfuse
+from posenc_ext.identify import Identified, identify_convention
 from posenc_ext.modules import Embeddings, LearnedPositionalEmbedding, PositionalEncoding, TransformerEmbedding
 from posenc_ext.reference import get_sinusoidal_positional_encoding
 from posenc_ext.vocabulary import Vocabulary
@@ -21,6 +22,7 @@ __all__ = [
     "CONVENTIONS",
     "Convention",
     "Embeddings",
+    "Identified",
     "LearnedPositionalEmbedding",
     "PositionalEncoding",
     "TransformerEmbedding",
@@ -30,6 +32,7 @@ __all__ = [
     "functional",
     "fuse",
     "get_sinusoidal_positional_encoding",
+    "identify_convention",
     "ops_library",
     "unfuse",
 ]

@@ -7,9 +7,7 @@ would compute: a table of another convention means a model that was trained with
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,118 +16,63 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from posenc_ext import functional
-from posenc_ext.conventions import CONVENTIONS, PRECISIONS, Convention
-from posenc_ext.reference import sinusoid_columns, sinusoid_frequencies
+from posenc_ext.conventions import CONVENTIONS, Convention
+from posenc_ext.identify import alike, distance, identify, is_table, unit_of
 
 # Names under which projects save a table of encodings: the Annotated Transformer and ESPnet; PyTorch's tutorials;
-# fairseq and old M2M100; NeMo; Whisper; CTranslate2.
-TABLE_KEYS = ("pe", "pos_embedding", "weights", "pos_enc", "positional_embedding", "encodings")
+# fairseq and old M2M100; NeMo; Whisper; CTranslate2; HuggingFace's Wav2Vec2-Conformer; fairseq2;
+# positional-encodings 6.0.2.
+TABLE_KEYS = (
+    "pe",
+    "pos_embedding",
+    "weights",
+    "pos_enc",
+    "positional_embedding",
+    "encodings",
+    "pos_encoding",
+    "freqs",
+    "cached_penc",
+)
+# Their frequencies: positional-encodings, SpeechBrain and x-transformers; TimesFM; PyG.
+FREQUENCY_KEYS = ("inv_freq", "freqs", "inv_timescales", "frequency")
+# A trained factor of the encoding: ESPnet and SpeechT5; x-transformers.
+SCALE_KEYS = ("alpha", "scale")
 # Saved beside a table, and empty of information: fairseq's dtype marker.
 MARKER_KEYS = ("_float_tensor",)
 # The weight of a TransformerEmbedding: today's name, that of version 0.1, and those of the pair in an nn.Sequential.
 WEIGHT_KEYS = ("lut.weight", "weight", "0.lut.weight", "0.weight")
-
-# ---- what a table holds ----------------------------------------------------------------------------------------------
-
-
-def is_table(table: Tensor, width: int | None = None) -> bool:
-    """Whether a tensor is [length, D], of a width D if one is given, with any number of axes of size 1 among them."""
-    lengths = [size for size in table.shape[:-1] if size != 1]
-    return table.is_floating_point() and table.dim() >= 2 and len(lengths) <= 1 and width in (None, table.shape[-1])
-
-
-def distance(table: Tensor, convention: Convention, precision: str | None = None) -> float:
-    """How far rows [length, D] are from this convention on average; infinitely, if one of them is not of it.
-
-    They may start from position 0 or from the convention's first one. In a table from position 0 the row before the
-    first position may be zero: it is that of the padding id, in fairseq. The tolerance is what fp32 builders differ by,
-    which grows with the position since their frequencies differ in the last bit, and the rounding of the table's dtype.
-    """
-    rows = table if table.dtype == torch.float64 else table.float()
-    found = math.inf
-    for start in sorted({0, convention.first_position}):
-        positions = torch.arange(start, start + len(rows), device=rows.device)
-        error = functional.positional_encoding(
-            positions, rows.shape[1], convention=convention, precision=precision, dtype=rows.dtype
-        )
-        error.sub_(rows).abs_()
-        padding = convention.first_position - 1 - start
-        if 0 <= padding < len(rows) and not bool(rows[padding].any()):
-            error[padding] = 0
-        tolerance = 2 * torch.finfo(table.dtype).eps + 1e-6 + 4e-7 * positions
-        if bool((error.amax(dim=1) <= tolerance).all()):
-            found = min(found, float(error.mean()) if len(rows) else 0.0)
-    return found
-
-
-def follows(table: Tensor) -> list[tuple[Convention, str]]:
-    """The named conventions and precisions that rows [length, D] follow, nearest first.
-
-    Where there is none, those of the first convention that fits with another base. None for a table without numbers.
-    """
-    if table.is_meta or not len(table):
-        return []
-    head, width = table[:64], table.shape[1]  # it tells nearly all of them apart
-    if not abs(float(head.double().square().sum(dim=1).max()) - width / 2) <= 1.5:
-        return []  # sin^2 + cos^2 is 1
-    found = _nearest(table, [c for c in CONVENTIONS.values() if distance(head, c) < math.inf])
-    others = (c for c in _of_other_bases(head) if distance(table, c) < math.inf)
-    return found or _nearest(table, list(itertools.islice(others, 1)))
-
-
-def _nearest(table: Tensor, conventions: list[Convention]) -> list[tuple[Convention, str]]:
-    pairs = [(c, precision) for c in conventions for precision in PRECISIONS]
-    far = {pair: (distance(table, *pair), pair[1] != pair[0].precision) for pair in pairs}
-    return sorted((pair for pair in pairs if far[pair][0] < math.inf), key=lambda pair: far[pair])
-
-
-def _of_other_bases(head: Tensor) -> Iterator[Convention]:
-    """The named conventions with the base that the slowest sine in the second row tells, fewest digits first.
-
-    At an even width the two divisors give the same numbers for two bases, of which a person chose the round one.
-    """
-    bases: list[tuple[Convention, float]] = []
-    for convention in CONVENTIONS.values():
-        # The frequencies are base ** -exponent.
-        exponents = -np.log(
-            sinusoid_frequencies(head.shape[1], base=math.e, divisor=convention.divisor, odd=convention.odd)
-        )
-        column = sinusoid_columns(head.shape[1], convention.layout, sines=len(exponents))[0]
-        sine = float(head[1, column[-1]]) if len(head) > 1 and len(exponents) > 1 else 0.0
-        if 1e-30 < sine < 1:  # the powers below are finite
-            starts = {0, convention.first_position}
-            bases += [(convention, (math.asin(sine) / (p + 1)) ** (-1 / float(exponents[-1]))) for p in starts]
-    for digits, (convention, base) in itertools.product(range(1, 8), bases):
-        rounded = float(f"{base:.{digits}g}")
-        if 1 <= rounded < math.inf:
-            other = dataclasses.replace(convention, base=rounded, name=f"{convention.name!r} with base {rounded:g}")
-            if distance(head, other) < math.inf:
-                yield other
-
-
-def recognise(table: Tensor) -> str:
-    """The names of the conventions that rows [length, D] follow, for a message."""
-    names = dict.fromkeys(repr(c.name) if c.name in CONVENTIONS else c.name for c, _ in follows(table))
-    return "it follows " + " or ".join(names) if names else "it follows no known convention"
-
-
-# ---- loading ---------------------------------------------------------------------------------------------------------
+# Of a position module alone: Pegasus, Marian, FSMT and HuggingFace's Whisper keep a table in an nn.Embedding.
+_OF_POSITIONS = ("weight", *SCALE_KEYS)
 
 
 def consume_tables(
     module: nn.Module, convention: Convention, state_dict: dict[str, Any], prefixes: list[str], errors: list[str]
 ) -> None:
-    """Drop the tables below `prefixes` from `state_dict`, or append to `errors` what is wrong with them.
+    """Drop what is below `prefixes` of an encoding from `state_dict`, or append to `errors` what is wrong with it.
 
-    The first prefix is the module's. What the module has under the name of a table, as a subclass may, is its own.
+    That is tables, frequencies and factors; a factor becomes the module's `encoding_scale` where that is trained. The
+    first prefix is the module's. What the module has under one of the names, as a subclass may, is its own.
     """
     own = _own(module, prefixes[0])
     below = [prefix for prefix in prefixes if prefix not in own]
-    for key in [prefix + name for prefix in below for name in (*MARKER_KEYS, *TABLE_KEYS)]:
-        if key in state_dict and key not in own:
-            table = state_dict.pop(key)
-            if not key.endswith(MARKER_KEYS) and (wrong := _complaint(table, module, convention)):
-                errors.append(f"posenc_ext.{type(module).__name__}: the table {key!r} in the checkpoint {wrong}")
+    names = dict.fromkeys((*MARKER_KEYS, *TABLE_KEYS, *FREQUENCY_KEYS, *_OF_POSITIONS))
+    for prefix, name in ((prefix, name) for prefix in below for name in names):
+        key = prefix + name
+        of_lookup = name in _OF_POSITIONS and prefix == prefixes[0] and "lut" in module._modules
+        if key not in state_dict or key in own or of_lookup:
+            continue
+        value = state_dict.pop(key)
+        if name in MARKER_KEYS:
+            continue
+        if name in SCALE_KEYS:
+            wrong = _take_scale(value, module, state_dict, prefixes[0])
+        elif name in FREQUENCY_KEYS and isinstance(value, Tensor) and value.dim() == 1:
+            wrong = _wrong_frequencies(value, module, convention)
+        else:
+            wrong = _wrong_table(value, name, module, convention)
+        if wrong:
+            kind = "factor" if name in SCALE_KEYS else "table"
+            errors.append(f"posenc_ext.{type(module).__name__}: the {kind} {key!r} in the checkpoint {wrong}")
 
 
 def rename_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
@@ -157,7 +100,48 @@ def _own(module: nn.Module, prefix: str) -> set[str]:
     return {prefix + name for name in kept} | {prefix + name + "." for name in module._modules}
 
 
-def _complaint(table: Any, module: nn.Module, convention: Convention) -> str:
+def _take_scale(value: Any, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> str:
+    """Hand a factor to the module's own, if that is trained. What is wrong with it, if anything."""
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else _kind(value)
+        return f"must hold one floating number, got {got}"
+    scale: Any = module.encoding_scale
+    key = prefix + "encoding_scale"
+    if isinstance(scale, nn.Parameter):
+        if key in state_dict:
+            return f"and {key!r} are there together, and name one number"
+        state_dict[key] = value.reshape(scale.shape)
+        return ""
+    if value.is_meta or isinstance(value, FakeTensor) or math.isclose(float(value), float(scale), rel_tol=1e-6):
+        return ""
+    return (
+        f"is {float(value):.9g}, and encoding_scale of this module {float(scale):.9g}: construct it with that number, "
+        "or with an nn.Parameter as encoding_scale, which loads it"
+    )
+
+
+def _wrong_frequencies(value: Tensor, module: nn.Module, convention: Convention) -> str:
+    """What is wrong with frequencies [pairs] for this module, if anything."""
+    if value.numel() == 0 or value.is_meta or isinstance(value, FakeTensor):
+        return ""
+
+    width: int = module.d_model  # type: ignore[assignment]
+
+    def are_of(convention: Convention) -> bool:
+        want = functional.angular_frequencies(width, convention=convention, precision="exact")
+        got = value.detach().cpu()
+        return got.shape == want.shape and bool(((got.double() - want).abs() <= (2 * unit_of(got) + 4e-7) * want).all())
+
+    if are_of(convention):
+        return ""
+    names = " or ".join(repr(c.name) for c in CONVENTIONS.values() if are_of(c))
+    return (
+        f"does not hold the frequencies of convention {convention.name!r} at width {width}: they are those of "
+        f"{names or 'no known convention'}"
+    )
+
+
+def _wrong_table(table: Any, name: str, module: nn.Module, convention: Convention) -> str:
     """What is wrong with a table for this module, if anything."""
     width: int = module.d_model  # type: ignore[assignment]
     batch_first: bool = module.batch_first  # type: ignore[assignment]
@@ -167,21 +151,46 @@ def _complaint(table: Any, module: nn.Module, convention: Convention) -> str:
         return f"must be a dense tensor, got {_kind(table)}"
     if table.dim() == 1 and table.numel() == 0:
         return ""  # a placeholder
+    if name == "cached_penc" and table.dim() == 3:
+        table = table[:1]  # repeated for a batch
     if not is_table(table, width):
         return f"must hold encodings of width {width}, got {table.dtype} {list(table.shape)}"
     axes = [axis for axis, size in enumerate(table.shape[:-1]) if size != 1]
-    if table.dim() == 3 and axes and axes != [1 if batch_first else 0]:
+    if table.dim() == 3 and axes and axes != [1 if batch_first else 0] and name != "cached_penc":
         order = "sequence first" if batch_first else "batch first"
         return f"is {order}, {list(table.shape)}: construct the module with batch_first={not batch_first}"
     if table.is_meta or isinstance(table, FakeTensor):
         return ""  # no numbers to look at
     rows = table.detach().reshape(-1, width)
-    if distance(rows, convention) < math.inf:
-        return ""
+    # A trained factor is a tensor, and the table is kept without it; a constant one may be part of the table (NeMo).
+    given: Any = module.encoding_scale
+    scale = 1.0 if isinstance(given, Tensor) else float(given)
+    for start in (0, convention.first_position):
+        # In a table from position 0 the row before the first position may be zero: it is that of the padding id.
+        padding = convention.first_position - 1 - start
+        if distance(rows, convention, start=start, scale=scale, padding=padding)[0] < math.inf:
+            return ""
+    factor = "" if scale == 1 else f" times {scale:.9g}"
     return (
-        f"is not that of convention {convention.name!r}: {recognise(rows)}. "
-        "Construct the module with the convention that the model was trained with"
+        f"is not that of convention {convention.name!r}{factor}: {recognise(rows)}. "
+        "Construct the module with the convention that the model was trained with; a table that follows none is "
+        "kept by posenc_ext.LearnedPositionalEmbedding.from_pretrained"
     )
+
+
+def recognise(rows: Tensor) -> str:
+    """What rows [length, D] hold, for a message."""
+    found = identify(rows)
+    if found is None:
+        return "it follows no known convention"
+    names = " or ".join(repr(convention.name) for convention in alike(found, rows.shape[1]))
+    if not names:
+        other = alike(found._replace(convention=dataclasses.replace(found.convention, base=10000.0)), rows.shape[1])
+        recipe = f"divisor {found.divisor!r}, layout {found.layout!r}"
+        names = f"{repr(other[0].name) if other else recipe} with base {found.base:g}"
+    factor = "" if found.scale == 1 else f" times {found.scale:.6g}"
+    start = "" if found.start == 0 else f" from position {found.start}"
+    return f"it follows {names}{factor}{start}"
 
 
 def _kind(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 # The codes of the names, each a field of four bits in `Spec.flags` (csrc/encoding.h, csrc/spec.h).
-DIVISORS = {"d": 0, "half_minus_1": 1}
+DIVISORS = {"d": 0, "half_minus_1": 1, "half": 2}
 LAYOUTS = {"interleaved": 0, "sin_cos": 1, "cos_sin": 2}
 ODD_RULES = {"sine": 0, "zero": 1, "round_up": 2}
 PRECISIONS = {"exact": 0, "reference": 1}
@@ -44,7 +44,8 @@ class Convention:
     """What a sinusoidal position encoding of width D holds.
 
     Attributes:
-        divisor: `"d"`: w_k = base^(-2k/D), the paper; `"half_minus_1"`: w_k = base^(-k/(D/2-1)), tensor2tensor.
+        divisor: `"d"`: w_k = base^(-2k/D), the paper; `"half_minus_1"`: w_k = base^(-k/(D/2-1)), tensor2tensor;
+            `"half"`: w_k = base^(-k/floor(D/2)), which differs from `"d"` at odd widths only.
         base: the longest wavelength over 2 pi, finite and at least 1.
         layout: `"interleaved"` (sin, cos, sin, cos, ...), `"sin_cos"` (all sines, then all cosines) or `"cos_sin"`.
         odd: what the last column of an odd width holds: `"sine"`, one more sine; `"zero"`; `"round_up"`, one more sine

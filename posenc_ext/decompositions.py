@@ -51,7 +51,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 # Arguments of the general ops.
-_WITHOUT = {"position_table", "seed", "dropout_p"}
+_WITHOUT = {"seed", "dropout_p"}
 
 
 def _as_op(op: Any, formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +151,8 @@ def _radians(spec: _Spec, width: int, pairs: int, device: torch.device) -> Tenso
 
 def _frequencies(spec: _Spec, width: int, pairs: int, device: torch.device) -> Tensor:
     """Of precision reference, float32 [pairs], to the bit (csrc/frequency.cpp)."""
-    numerator, denominator = (2, width) if spec.divisor == "d" else (1, max(width // 2 - 1, 1))
+    half = width // 2 - (spec.divisor == "half_minus_1")
+    numerator, denominator = (2, width) if spec.divisor == "d" else (1, max(half, 1))
     step = float(np.float32(-(math.log(spec.base) / denominator)))
     exponent = _range(numerator * pairs, device, numerator).to(torch.float32) * step
     return exponent.to(torch.float64).exp().to(torch.float32)
@@ -244,12 +245,13 @@ def _add(
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
     frequencies: Tensor | None = None,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     spec, token_shape, width = _Spec(base, flags), x.shape[:-1], x.shape[-1]
     result = x.to(_wide(x.dtype))
     if token_scale != 1:
         result = result * token_scale
-    if spec.encoded:
+    if spec.encoded or position_table is not None:
         if positions is None:
             rank = len(token_shape)
             length = 1 if rank == 0 else token_shape[0 if spec.sequence_first else -1]
@@ -257,12 +259,13 @@ def _add(
             positions = _range(length, x.device).view(shape)
         elif flags & OFFSETS:
             positions = with_running_index(positions, not spec.sequence_first)
-        whole = width if d_model < 0 else d_model
-        encoding = _encode(positions, whole, offset, base, flags, result.dtype, frequencies)
-        encoding = _scaled(
-            _columns(encoding, first_column, first_column + width), encoding_scale, encoding_scale_tensor
-        )
-        result = result + encoding
+        if position_table is not None:
+            encoding = torch.embedding(position_table, positions.to(torch.int64) + offset).to(result.dtype)
+        else:
+            whole = width if d_model < 0 else d_model
+            encoding = _encode(positions, whole, offset, base, flags, result.dtype, frequencies)
+            encoding = _columns(encoding, first_column, first_column + width)
+        result = result + _scaled(encoding, encoding_scale, encoding_scale_tensor)
     return result.to(x.dtype)
 
 
@@ -285,9 +288,10 @@ def _embed(
     encoding_scale_tensor: Tensor | None = None,
     at_padding: int = 0,
     frequencies: Tensor | None = None,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     def encoded(rows: Tensor) -> Tensor:
-        part = (first_column, d_model, encoding_scale, encoding_scale_tensor, frequencies)
+        part = (first_column, d_model, encoding_scale, encoding_scale_tensor, frequencies, position_table)
         if not at_padding:
             return _add(rows, positions, offset, base, flags, token_scale, *part)
         padding = (input == padding_idx).unsqueeze(-1)
@@ -358,6 +362,8 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "_embed_bwd": _embed_backward,
     "embed_backward_sparse": _embed_backward_sparse,
     "_embed_bwd_sparse": _embed_backward_sparse,
+    "embed_general_backward": _embed_backward,
+    "embed_general_backward_sparse": _embed_backward_sparse,
     "embed_general_out": _embed_out,
     "add_general": _add,
     "add_general_out": _add_out,

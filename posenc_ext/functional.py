@@ -16,7 +16,7 @@ Nested jagged tensors of ids or activations give nested jagged results; their po
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -27,7 +27,17 @@ from torch._C import _functorch as functorch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from posenc_ext import _C, jagged
-from posenc_ext.conventions import AT_PADDING, DIVISORS, NO_ENCODING, Convention, Spec, resolve
+from posenc_ext.conventions import (
+    AT_PADDING,
+    CONVENTIONS,
+    DIVISORS,
+    NO_ENCODING,
+    SEQUENCE_FIRST,
+    Convention,
+    Spec,
+    resolve,
+)
+from posenc_ext.ops import blocks as _blocks
 from posenc_ext.ops import compose as _compose
 from posenc_ext.ops import elements as _elements
 from posenc_ext.ops import encode as _encode
@@ -54,15 +64,19 @@ _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _embed_out = _ops.embed_out.default
 torch.fx.node.has_side_effect(_ops.check_embed.default)  # it returns nothing, and must be kept in a traced graph
-torch.fx.wrap("positional_encoding")  # torch.fx.symbolic_trace may have a symbol for the length
+for _name in ("positional_encoding", "positional_encoding_nd", "add_positional_encoding_nd"):
+    torch.fx.wrap(_name)  # torch.fx.symbolic_trace may have a symbol for the length
 
 __all__ = [
     "add_positional_encoding",
+    "add_positional_encoding_nd",
     "angular_frequencies",
     "broadcast_positions",
     "check_integer",
     "embed",
+    "grid_positions",
     "positional_encoding",
+    "positional_encoding_nd",
     "positions_from_cu_seqlens",
     "positions_from_padding",
     "positions_from_sequence_ids",
@@ -83,6 +97,7 @@ def embed(
     precision: str | None = None,
     frequencies: Tensor | None = None,
     encoding_scale: float | Tensor = 1.0,
+    position_table: Tensor | None = None,
     at_padding: str = "embed",
     dropout_p: float = 0.0,
     padding_idx: int | None = None,
@@ -109,6 +124,8 @@ def embed(
             float64 [pairs], in place of the convention's base and divisor; its layout still says which column holds
             which. May be trained. With the fp32 frequencies of a project's own table, `"reference"` gives that table.
         encoding_scale: factor of the encoding, a number or a tensor that holds one and may be trained.
+        position_table: a learned table [max_len, d_model] of the dtype of `weight`, in place of the sinusoids: a token
+            at position p gets its row p (GPT-2, BERT). Positions count from 0 and must lie in [0, max_len).
         at_padding: what a token of `padding_idx` is: `"embed"`, a token like any other; `"no_encoding"`, its row alone
             (fairseq, M2M100); `"no_embedding"`, its encoding alone; `"zeros"`.
         dropout_p: probability with which an element is dropped, in steps of 2^-16; the others are divided by 1 - p, as
@@ -124,8 +141,8 @@ def embed(
         [*input.shape, d_model] in the dtype of `weight`: computed in fp32 (fp64 for fp64) and rounded once.
 
     Raises:
-        IndexError: an id outside [0, vocab_size); nothing has been written. On CUDA it comes later:
-            see `posenc_ext.check_errors`.
+        IndexError: an id outside [0, vocab_size), or a position outside `position_table`; nothing has been written. On
+            CUDA it comes later: see `posenc_ext.check_errors`.
         ValueError: any other argument that does not fit.
         NotImplementedError: `sparse=True` inside torch.compile or torch.export.
     """
@@ -136,6 +153,8 @@ def embed(
             return _dropped(embed, locals())
         chosen = convention if type(convention) is Convention else resolve(convention)
         base, flags = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
+        if position_table is not None:
+            base, flags = _spec_of_table("embed", weight, position_table, chosen, precision, frequencies, batch_first)
         if type(offset) is not int:
             offset, positions, offsets = resolve_offset(
                 offset, positions, input.shape, batch_first, chosen.first_position, input.device, "embed"
@@ -161,19 +180,31 @@ def embed(
         if (
             dropout_p
             or at_padding != "embed"
+            or position_table is not None
             or type(encoding_scale) is not float
             or encoding_scale != 1
             or frequencies is not None
             or (positions is not None and positions.is_floating_point())
         ):
-            general = _elements.arguments("embed", weight, encoding_scale, dropout_p, positions, frequencies)
+            general = _elements.arguments(
+                "embed", weight, encoding_scale, dropout_p, positions, frequencies, position_table
+            )
             if at_padding != "embed":
                 general = {**(general or {}), "at_padding": _at_padding(at_padding, padding_idx)}
         if max_norm is None and out is None:
             return run_embed(call, general)
         return _embed_in_place(call, max_norm, norm_type, out, general)
     except Exception:
-        _explain("embed", offset, input=input, weight=weight, positions=positions, frequencies=frequencies, out=out)
+        _explain(
+            "embed",
+            offset,
+            input=input,
+            weight=weight,
+            positions=positions,
+            frequencies=frequencies,
+            position_table=position_table,
+            out=out,
+        )
         raise
 
 
@@ -222,23 +253,25 @@ def add_positional_encoding(
     precision: str | None = None,
     frequencies: Tensor | None = None,
     encoding_scale: float | Tensor = 1.0,
+    position_table: Tensor | None = None,
     dropout_p: float = 0.0,
     batch_first: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`x * token_scale + PE` in one pass, without a table.
+    """`x * token_scale + PE` in one pass, without a table of sinusoids.
 
     Args:
         x: activations [..., length, d_model] (batch-first) or [length, ..., d_model], in the dtypes of `embed`.
         token_scale: factor of `x`, for rows that were looked up elsewhere.
-        offset, positions, convention, precision, frequencies, encoding_scale, dropout_p, batch_first: as in `embed`;
-            the last axis of `x` is no token axis.
+        offset, positions, convention, precision, frequencies, encoding_scale, position_table, dropout_p, batch_first:
+            as in `embed`; the last axis of `x` is no token axis, and a table has the dtype of `x`.
         out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
 
     Returns:
         A tensor of the shape and dtype of `x`.
 
     Raises:
+        IndexError: a position outside `position_table`, as in `embed`.
         ValueError: an argument that does not fit.
     """
     return add_sinusoids(
@@ -253,6 +286,7 @@ def add_positional_encoding(
         dropout_p,
         batch_first,
         out,
+        position_table=position_table,
     )
 
 
@@ -331,6 +365,124 @@ def positional_encoding(
     except Exception:
         _explain_positions(positions_or_length)
         _explain("positional_encoding", frequencies=frequencies, out=out)
+        raise
+
+
+def grid_positions(*sizes: int, device: torch.device | str | None = None) -> Tensor:
+    """The index of each cell of a grid along each axis: int64 [*sizes, len(sizes)], first axis first.
+
+    For an image grid_positions(height, width) holds (y, x), .flip(-1) turns it into (x, y). The cells of
+    .flatten(0, -2) are in row-major order.
+    """
+    if not sizes:
+        raise ValueError("posenc_ext::grid_positions: sizes must have at least 1 number, got none")
+    index = [torch.arange(size, device=device) for size in sizes]
+    return torch.stack(torch.meshgrid(*index, indexing="ij"), dim=-1)
+
+
+def add_positional_encoding_nd(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    widths: Sequence[int] | None = None,
+    order: str = "axes",
+    token_scale: float = 1.0,
+    convention: str | Convention = "vaswani",
+    precision: str | None = None,
+    encoding_scale: float | Tensor = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`x * token_scale + PE` of positions on several axes, in one pass.
+
+    Each axis is encoded in columns of its own. What projects compute is in docs/recipes.md.
+
+    Args:
+        x: activations [..., d_model], in the dtypes of `embed`.
+        positions: [..., n], a number for each of n axes; broadcastable to the tokens of `x`.
+        widths: columns of each axis, whose encoding is that of such a width; None for equal even ones, the least that
+            hold d_model. What the last of them have beyond d_model is cut off (positional-encodings).
+        order: `"axes"`: the columns of the first axis, then those of the second...; `"functions"`: the first halves of
+            all axes, then the second halves, so all sines before all cosines (timm).
+        token_scale, convention, precision, encoding_scale: as in `add_positional_encoding`; the first position of a
+            convention plays no part.
+        out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
+
+    Returns:
+        A tensor of the shape and dtype of `x`.
+
+    Raises:
+        ValueError: an argument that does not fit.
+        NotImplementedError: `x` is a DTensor.
+    """
+    op = "add_positional_encoding_nd"
+    try:
+        if not isinstance(x, Tensor) or x.is_nested or is_dtensor(x):
+            _explain(op, x=x)
+            text = "x must not be nested" if x.is_nested else "x must not be a DTensor; encode x.to_local()"
+            raise NotImplementedError(f"posenc_ext::{op}: {text}")
+        if has_torch_function_variadic(x, positions):
+            return _overridden(add_positional_encoding_nd, "x", locals())
+        if x.dim() == 0 or positions.dim() == 0:
+            name, shape = ("x", "[..., d_model]") if x.dim() == 0 else ("positions", "[..., n]")
+            raise ValueError(f"posenc_ext::{op}: {name} must have shape {shape}, got a scalar")
+        chosen = resolve(convention)
+        blocks = _blocks.blocks_of(op, positions.shape[-1], x.shape[-1], widths, order, chosen.layout)
+        each = [broadcast_positions(p, x.shape[:-1], True, op) for p in positions.unbind(-1)]
+        general = _elements.arguments(op, x, encoding_scale, 0.0) or {}
+        call = (x, each, blocks, chosen.spec(precision), float(token_scale), general)
+        if out is None:
+            return _blocks.run(*call)
+        _check_out(op, out, "x", x, general)
+        _check_history(op, {"positions": positions})
+        if out.shape != x.shape:
+            raise ValueError(f"posenc_ext::{op}: out must have shape {list(x.shape)}, got {list(out.shape)}")
+        if _is_compiling():  # which knows no out= that is a block of columns
+            return out.copy_(_blocks.run(*call))
+        _blocks.write(out, *call)
+        return _bump_version(out)
+    except Exception:
+        _explain(op, x=x, positions=positions, out=out)
+        raise
+
+
+def positional_encoding_nd(
+    positions: Tensor,
+    d_model: int,
+    *,
+    widths: Sequence[int] | None = None,
+    order: str = "axes",
+    convention: str | Convention = "vaswani",
+    precision: str | None = None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The encoding of positions on several axes itself.
+
+    Args:
+        positions: [..., n], a number for each of n axes: those of `grid_positions`, or any others.
+        d_model: width D.
+        widths, order, convention, precision: as in `add_positional_encoding_nd`.
+        dtype: of the result; None for `torch.get_default_dtype()`.
+        out: tensor to write into, [*positions.shape[:-1], d_model]; its dtype is used.
+
+    Returns:
+        [*positions.shape[:-1], d_model].
+
+    Raises:
+        ValueError: an argument that does not fit.
+    """
+    op = "positional_encoding_nd"
+    try:
+        if has_torch_function_unary(positions) or positions.is_nested:
+            return _overridden(positional_encoding_nd, "positions", locals())
+        chosen = (dtype or torch.get_default_dtype()) if out is None else out.dtype
+        # -0 + e is e, to the bit.
+        nothing = torch.full((d_model,), -0.0, dtype=chosen, device=positions.device)
+        x = nothing.expand(*positions.shape[:-1], d_model)
+        options = {"widths": widths, "order": order, "convention": convention, "precision": precision}
+        return add_positional_encoding_nd(x, positions, out=out, **options)  # type: ignore[arg-type]
+    except Exception:
+        _explain(op, positions=positions, out=out)
         raise
 
 
@@ -489,6 +641,7 @@ def add_sinusoids(
     batch_first: bool,
     out: Tensor | None = None,
     d_model: int | None = None,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     """`add_positional_encoding` for this package: without keywords; `d_model`: the width that x must have."""
     try:
@@ -502,6 +655,9 @@ def add_sinusoids(
             return _dropped(add_positional_encoding, _public(locals()))
         chosen = convention if type(convention) is Convention else resolve(convention)
         spec = chosen._specs[None, batch_first] if precision is None else chosen.spec(precision, batch_first)
+        if position_table is not None:
+            op = "add_positional_encoding"
+            spec = _spec_of_table(op, x, position_table, chosen, precision, frequencies, batch_first)
         if type(offset) is not int:
             offset, positions, offsets = resolve_offset(
                 offset,
@@ -520,13 +676,14 @@ def add_sinusoids(
         general: dict[str, Any] | None = None  # what only the op add_general takes
         if (
             dropout_p
+            or position_table is not None
             or type(encoding_scale) is not float
             or encoding_scale != 1
             or frequencies is not None
             or (positions is not None and positions.is_floating_point())
         ):
             general = _elements.arguments(
-                "add_positional_encoding", x, encoding_scale, dropout_p, positions, frequencies
+                "add_positional_encoding", x, encoding_scale, dropout_p, positions, frequencies, position_table
             )
         if out is None:
             return run_add(x, positions, offset, spec, token_scale, 0, -1, general)
@@ -548,7 +705,15 @@ def add_sinusoids(
             )
         return _bump_version(out)
     except Exception:
-        _explain("add_positional_encoding", offset, x=x, positions=positions, frequencies=frequencies, out=out)
+        _explain(
+            "add_positional_encoding",
+            offset,
+            x=x,
+            positions=positions,
+            frequencies=frequencies,
+            position_table=position_table,
+            out=out,
+        )
         raise
 
 
@@ -575,7 +740,7 @@ def _overridden(function: Callable[..., Tensor], tokens: str, arguments: dict[st
 def _explain(op: str, offset: Any = 0, /, **arguments: Any) -> None:
     """Once a call has failed: raise what is wrong with an argument, where that is the reason and not said already."""
     for name, value in arguments.items():
-        if value is None and name in ("positions", "frequencies", "out"):
+        if value is None and name in ("positions", "frequencies", "position_table", "out"):
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"posenc_ext::{op}: {name} must be a torch.Tensor, got {type(value).__name__}") from None
@@ -642,7 +807,9 @@ def _embed_in_place(
                 f"got {max_norm}"
             )
         # Whatever the call would refuse must be refused before the rows are scaled.
-        _ops.check_embed(weight, input, positions, offset, base, flags, out, (general or {}).get("frequencies"))
+        further = general or {}
+        tables = further.get("frequencies"), further.get("position_table")
+        _ops.check_embed(weight, input, positions, offset, base, flags, out, *tables)
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     if out is None:
@@ -664,6 +831,31 @@ def _embed_in_place(
             **general,
         )
     return _bump_version(out)
+
+
+def _spec_of_table(
+    op: str,
+    like: Tensor,
+    table: Tensor,
+    convention: Convention,
+    precision: str | None,
+    frequencies: Tensor | None,
+    batch_first: bool,
+) -> Spec:
+    """No sinusoids, where `position_table` takes their place."""
+    usual = CONVENTIONS["vaswani"]  # not compared as a whole, which a compiled program cannot
+    sinusoids = {
+        f"convention {convention.name!r}": convention._specs[None, True] != usual._specs[None, True]
+        or convention.first_position != usual.first_position,
+        f"precision {precision!r}": precision is not None,
+        "frequencies": frequencies is not None,
+    }
+    for name, given in sinusoids.items():
+        if given:
+            raise ValueError(f"posenc_ext::{op}: position_table takes the place of sinusoids, got {name} too")
+    if is_dtensor(table) and not is_dtensor(like):
+        raise ValueError(f"posenc_ext::{op}: position_table must be a Tensor where the rows are one, got a DTensor")
+    return Spec(NO_ENCODING.base, NO_ENCODING.flags | (0 if batch_first else SEQUENCE_FIRST))
 
 
 def _at_padding(name: str, padding_idx: int | None) -> int:
@@ -703,9 +895,9 @@ def _check_out(
     """Writing into `out` leaves no history, so neither it nor what it is made of may need one."""
     if _grad_enabled() or forward_ad._current_level >= 0:
         known = general or {}
-        scale, frequencies = known.get("encoding_scale_tensor"), known.get("frequencies")
-        others = {"encoding_scale": scale, "frequencies": frequencies, "out": out}
-        _check_history(op, {"positions": positions, name: given, **others})
+        names = {"encoding_scale": "encoding_scale_tensor", "frequencies": "frequencies"}
+        others = {name: known.get(key) for name, key in {**names, "position_table": "position_table"}.items()}
+        _check_history(op, {"positions": positions, name: given, **others, "out": out})
     if _is_compiling():
         if in_onnx_export():
             raise NotImplementedError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc_ext import functional, reference
-from posenc_ext.checkpoints import follows, is_table
+from posenc_ext.identify import follows, is_table
 from posenc_ext.modules import Embeddings, PositionalEncoding, TransformerEmbedding
 from posenc_ext.plain import is_plain
 
@@ -324,7 +324,7 @@ def _off(twin: _Pair, recipe: dict[str, Any], probes: list[Tensor]) -> tuple[boo
             layer = _layer(twin, **recipe).train(training)
             got, want = (_called(module, ids).double() for module in (twin.sequence.train(training), layer))
             error = (got - want).abs().nan_to_num(nan=math.inf)
-            # The tolerance of a table is that of checkpoints.distance. Dropout doubles it.
+            # The tolerance of a table is that of identify.distance. Dropout doubles it.
             rounding = 4 * eps + 2e-6 + 8e-7 * (max(ids.shape, default=1) + 2) + 2 * eps * want.abs()
             worst = max(worst, (float((error / rounding).max()), float(error.max())))
         if worst[0] > 1:
@@ -400,7 +400,7 @@ def unfuse(module: nn.Module, *, max_len: int = 5000) -> nn.Module:
     textbook rounds product, table and sum. `fuse` is the way back; it finds the convention in the table.
 
     What is lost: `offset=` and `positions=` cannot be given; ids must be [batch, length], or [length, batch] where the
-    layer is sequence-first; positions end at `max_len`. `LearnedPositionalEmbedding` stays: it is plain PyTorch.
+    layer is sequence-first; positions end at `max_len`. A `LearnedPositionalEmbedding` stays as it is.
 
     Args:
         module: a layer, or a model that holds some: they are replaced in place.
@@ -438,7 +438,11 @@ def _textbook(layer: Embeddings | PositionalEncoding | TransformerEmbedding, max
             embeddings = reference.Embeddings(layer.d_model, 1, layer.token_scale)
         embeddings.lut = layer.lut
         parts.append(embeddings)
-    if not isinstance(layer, Embeddings):
+    if (position := layer._modules.get("position")) is not None and isinstance(layer, TransformerEmbedding):
+        parts.append(position)
+        if layer.dropout.p or not is_plain(layer.dropout, nn.Dropout):
+            parts.append(layer.dropout)
+    elif not isinstance(layer, Embeddings):
         encoding = reference.PositionalEncoding(layer.d_model, 1, batch_first=layer.batch_first)
         like = layer._placement if isinstance(layer, PositionalEncoding) else next(layer.lut.parameters())
         table = functional.positional_encoding(

@@ -10,22 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posenc_ext import jagged
 from posenc_ext.checkpoints import consume_tables, rename_weight
-from posenc_ext.conventions import Convention, resolve
+from posenc_ext.conventions import CONVENTIONS, Convention, resolve
 from posenc_ext.functional import (
     add_positional_encoding,
     add_sinusoids,
-    broadcast_positions,
     check_integer,
     embed,
     positional_encoding,
     positions_from_padding,
-    resolve_offset,
     scaled_embedding,
-    with_running_index,
 )
-from posenc_ext.plain import drop, plain_weight, probability_in_pass
+from posenc_ext.plain import drop, may_be_left_out, plain_weight, probability_in_pass
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -156,6 +152,38 @@ def _embed_counted(
         batch_first=batch_first,
         **rest,
     )
+
+
+def _check_position(
+    position: Any, d_model: int, convention: Convention | None = None, precision: str | None = None
+) -> None:
+    """Refuse what cannot be the `position` of a `TransformerEmbedding` with this convention and precision."""
+    if position is None:
+        return
+    if not isinstance(position, nn.Module) or isinstance(position, nn.Embedding):
+        hint = "; LearnedPositionalEmbedding.from_pretrained makes one of its weight" * isinstance(position, nn.Module)
+        raise TypeError(
+            "posenc_ext.TransformerEmbedding: position must be a LearnedPositionalEmbedding or be called like one, "
+            f"got {type(position).__name__}{hint}"
+        )
+    if getattr(position, "d_model", d_model) != d_model:
+        raise ValueError(f"posenc_ext.TransformerEmbedding: position must have width {d_model}, got {position.d_model}")
+    if precision is not None or convention not in (None, CONVENTIONS["vaswani"]):
+        given = f"convention {convention.name!r}" if convention and precision is None else f"precision {precision!r}"
+        raise ValueError(f"posenc_ext.TransformerEmbedding: position takes the place of sinusoids, got {given} too")
+
+
+def _plain_table(position: Any, rows: Any, batch_first: bool) -> Tensor | None:
+    """The table of a `position` that need not be called for rows of this dtype."""
+    table = plain_weight(position, LearnedPositionalEmbedding)
+    if table is None or rows is None or isinstance(rows, torch.fx.Proxy) or table.dtype != rows.dtype:
+        return None
+    if position.batch_first != batch_first:
+        raise ValueError(
+            "posenc_ext.TransformerEmbedding: position must have the layer's batch_first "
+            f"({batch_first}), got {position.batch_first}"
+        )
+    return table if probability_in_pass(position.dropout, rows) == 0 else None
 
 
 class _Layer(nn.Module):
@@ -510,6 +538,9 @@ class TransformerEmbedding(_Lookup, _Encoded):
         d_model: width.
         padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: as in `nn.Embedding`.
         convention, precision, frequencies, encoding_scale, dropout, batch_first: as in `PositionalEncoding`.
+        position: a `LearnedPositionalEmbedding` in place of the sinusoids, of `convention` and of `precision`, or a
+            module that is called like one. GPT-2's input layer is `TransformerEmbedding(50257, 768, token_scale=1,
+            position=LearnedPositionalEmbedding(1024, 768))`.
         at_padding: what a token of `padding_idx` is, as in `functional.embed`.
         token_scale: factor of the looked-up row; None for sqrt(d_model).
         count_padding: False: positions count real tokens only, see `functional.positions_from_padding`. Pads are the
@@ -519,6 +550,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
         lut, weight, num_embeddings, ...: as in `Embeddings`. Where `lut` is not plain it is called, and scale and
             encoding are added in one more pass.
         token_scale, embed_scale, count_padding: as given.
+        position: as given. Where it is not plain, drops by itself or has another dtype it is called, after the lookup.
         dropout: an `nn.Dropout`.
 
     Loads checkpoints of the textbook pair (`0.lut.weight`, or what a parametrised `lut` saves) and of version 0.1
@@ -541,6 +573,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
         precision: str | None = None,
         frequencies: Tensor | None = None,
         encoding_scale: float | Tensor = 1.0,
+        position: nn.Module | None = None,
         at_padding: str = "embed",
         dropout: float = 0.0,
         token_scale: float | None = None,
@@ -573,6 +606,13 @@ class TransformerEmbedding(_Lookup, _Encoded):
         self.token_scale = math.sqrt(d_model) if token_scale is None else float(token_scale)
         self.batch_first = batch_first
         self.count_padding = count_padding
+        self.position = position
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("position", "_convention", "_precision"):
+            later = {"_convention": None, "_precision": None, **self.__dict__, **self._modules, name: value}
+            _check_position(later.get("position"), self._d_model, later["_convention"], later["_precision"])
+        super().__setattr__(name, value)
 
     def forward(
         self,
@@ -592,7 +632,9 @@ class TransformerEmbedding(_Lookup, _Encoded):
         counted = padding_mask is not None or not self.count_padding
         dropout: Any = self._modules["dropout"]
         weight, dropout_p = plain_weight(lut), probability_in_pass(dropout, x)
-        if weight is None:
+        position = self._modules.get("position")
+        table = None if position is None else _plain_table(position, weight, self.batch_first)
+        if weight is None or (position is not None and table is None):
             if counted:
                 offset, positions = _counted(
                     x,
@@ -616,6 +658,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
             precision=self._precision,
             frequencies=self.frequencies,
             encoding_scale=self.encoding_scale,
+            position_table=table,
             at_padding=self.at_padding,
             dropout_p=dropout_p or 0.0,
             padding_idx=lut.padding_idx,
@@ -629,8 +672,15 @@ class TransformerEmbedding(_Lookup, _Encoded):
 
     def _add(self, rows: Tensor, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
         """Scale and encoding for rows that `lut` has looked up."""
+        position: Any = self._modules.get("position")
+        table = None if position is None else _plain_table(position, rows, self.batch_first)
 
         def encoded(rows: Tensor) -> Tensor:
+            if position is not None and table is None:
+                scaled, scale = rows * self.token_scale, self.encoding_scale
+                alone = isinstance(scale, Tensor) or scale != 1
+                y: Tensor = position(torch.zeros_like(scaled) if alone else scaled, offset=offset, positions=positions)
+                return scaled + scale * y if alone else y
             return add_positional_encoding(
                 rows,
                 offset=offset,
@@ -640,6 +690,7 @@ class TransformerEmbedding(_Lookup, _Encoded):
                 precision=self._precision,
                 frequencies=self.frequencies,
                 encoding_scale=self.encoding_scale,
+                position_table=table,
                 batch_first=self.batch_first,
             )
 
@@ -653,21 +704,27 @@ class TransformerEmbedding(_Lookup, _Encoded):
 
     def extra_repr(self) -> str:
         """Convention and options; `lut` tells the sizes."""
+        sinusoids = f"convention={self.convention.name!r}, precision={self.precision!r}, "
         return (
-            f"convention={self.convention.name!r}, precision={self.precision!r}, "
-            f"token_scale={self.token_scale:.6g}, batch_first={self.batch_first}"
+            ("" if self._modules.get("position") is not None else sinusoids)
+            + f"token_scale={self.token_scale:.6g}, batch_first={self.batch_first}"
             + ("" if self.count_padding else ", count_padding=False")
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         error_msgs = rest[-1]
         rename_weight(self, state_dict, prefix, error_msgs)
-        consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
+        if self._modules.get("position") is None:
+            consume_tables(self, self.convention, state_dict, [prefix, prefix + "1."], error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+@may_be_left_out
 class LearnedPositionalEmbedding(_Layer):
     """The trainable alternative: `x + weight[position]`, called like `PositionalEncoding`, and as long as its table.
+
+    In one pass where both have one dtype; `TransformerEmbedding(position=...)` puts it into the pass of the lookup. Its
+    gradient is deterministic.
 
     Args:
         max_len: number of positions.
@@ -714,6 +771,27 @@ class LearnedPositionalEmbedding(_Layer):
         """Draw the weight from N(0, 1)."""
         nn.init.normal_(self.weight)
 
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
+        """A layer around a given table, also one that no convention explains.
+
+        Args:
+            embeddings: [max_len, d_model]; not copied.
+            freeze: whether the table is kept from training.
+            options: keyword arguments of the class.
+
+        Raises:
+            ValueError: `embeddings` has not two dimensions.
+        """
+        if embeddings.dim() != 2:
+            raise ValueError(
+                f"posenc_ext.{cls.__name__}.from_pretrained: embeddings must have 2 dimensions [max_len, d_model], "
+                f"got shape {list(embeddings.shape)}"
+            )
+        layer = cls(embeddings.shape[0], embeddings.shape[1], device="meta", **options)
+        layer.weight = nn.Parameter(embeddings, requires_grad=not freeze)
+        return layer
+
     def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
         """X [..., length, d_model] -> the same shape.
 
@@ -722,8 +800,10 @@ class LearnedPositionalEmbedding(_Layer):
             TypeError: positions that are not int64 or int32.
             ValueError: x of another width, positions of another shape.
         """
-        y = _add_learned(x, self.weight, offset, positions, self.batch_first)
-        return drop(self._modules["dropout"], y)
+        dropout: Any = self._modules["dropout"]
+        dropout_p = probability_in_pass(dropout, x)
+        y = _add_learned(x, self.weight, offset, positions, dropout_p or 0.0, self.batch_first)
+        return dropout(y) if dropout_p is None else y
 
     def extra_repr(self) -> str:
         """Sizes."""
@@ -731,41 +811,17 @@ class LearnedPositionalEmbedding(_Layer):
 
 
 def _add_learned(
-    x: Tensor, weight: Tensor, offset: int | Tensor, positions: Tensor | None, batch_first: bool
+    x: Tensor, weight: Tensor, offset: int | Tensor, positions: Tensor | None, dropout_p: float, batch_first: bool
 ) -> Tensor:
-    """`x + weight[position]`."""
-    op, (max_len, d_model) = "LearnedPositionalEmbedding", weight.shape
-    if x.shape[-1:] != (d_model,):
-        raise ValueError(f"posenc_ext.{op}: x must have width {d_model} in its last axis, got {list(x.shape)}")
-    if x.is_nested:
-        arguments = {"x": x, "offset": offset, "positions": positions, "batch_first": batch_first}
-        return jagged.apply(functools.partial(_add_learned, weight=weight, batch_first=True), op, "x", arguments)
-    token_shape = x.shape[:-1]
-
-    def beyond(first: int, last: int) -> IndexError:
-        return IndexError(
-            f"posenc_ext.{op}: positions must lie in [0, {max_len}), the trained length, got {first} to {last}"
-        )
-
-    if type(offset) is not int:
-        offset, positions, offsets = resolve_offset(offset, positions, token_shape, batch_first, 0, weight.device, op)
-        if offsets and positions is not None:
-            positions = with_running_index(positions, batch_first)
+    """`x + weight[position]`, in the wider of two dtypes."""
+    op = "LearnedPositionalEmbedding"
+    if x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(f"posenc_ext.{op}: x must have width {weight.shape[1]} in its last axis, got {list(x.shape)}")
     if positions is not None:
         check_integer(op, "positions", positions)
-        # A sum past int64 would wrap to a row. With half of the range for the offset, it cannot get back to one.
-        if not -(2**62) < offset < 2**62:
-            raise ValueError(f"posenc_ext.{op}: offset must lie between -2**62 and 2**62, got {offset}")
-        positions = broadcast_positions(positions, token_shape, batch_first, op)
-        try:
-            return x + nn.functional.embedding(positions.long() + offset, weight)
-        except IndexError:
-            raise beyond(int(positions.min()) + offset, int(positions.max()) + offset) from None
-    rank = len(token_shape)
-    length = 1 if rank == 0 else token_shape[-1 if batch_first else 0]
-    if offset < 0 or offset + length > max_len:
-        raise beyond(offset, offset + length - 1)
-    rows = weight[offset : offset + length]
-    if rank == 0:
-        return x + rows[0]
-    return x + (rows if batch_first else rows.reshape([length] + [1] * (rank - 1) + [d_model]))
+    if x.dtype != weight.dtype:
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        x, weight = x.to(dtype), weight.to(dtype)
+    return add_positional_encoding(
+        x, offset=offset, positions=positions, position_table=weight, dropout_p=dropout_p, batch_first=batch_first
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,31 @@ from torch.nn.modules.module import (
 
 dynamo_compiling = torch.compiler.is_dynamo_compiling
 
+_Kind = TypeVar("_Kind", bound=nn.Module)
+
 # Tensors that stand for plain ones while a program is traced.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
-_KINDS = (nn.Embedding, nn.Dropout)
-_FORWARDS = frozenset(kind.forward for kind in _KINDS)  # tools replace those of whole classes, too
+_FORWARDS: dict[type[nn.Module], Any] = {}  # by kind; tools replace those of whole classes, too
 
 
-def _classes_are_torchs() -> bool:
+def may_be_left_out(kind: type[_Kind]) -> type[_Kind]:
+    """Let `is_plain` know this class."""
+    _FORWARDS[kind] = kind.forward
+    return kind
+
+
+may_be_left_out(nn.Embedding)
+may_be_left_out(nn.Dropout)
+
+
+def _classes_are_their_own() -> bool:
     """For a compiled program, which guards no class of torch.nn elsewhere either: a call need not look each time."""
-    return all(kind.forward in _FORWARDS for kind in _KINDS)
+    return all(kind.forward is forward for kind, forward in _FORWARDS.items())
 
 
 # As torch.compiler.assume_constant_result, which would import torch._dynamo: a second of everybody's start.
-_classes_are_torchs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_classes_are_their_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -41,7 +52,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     state = module.__dict__  # half the time of reading attributes
     if dynamo_compiling():  # which would guard each key
         hooks = (
-            not _classes_are_torchs()
+            not _classes_are_their_own()
             or module._forward_hooks
             or module._forward_pre_hooks
             or module._backward_hooks
@@ -49,7 +60,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         )
     else:
         hooks = (
-            kind.forward not in _FORWARDS
+            kind.forward is not _FORWARDS[kind]
             or state["_forward_hooks"]
             or state["_forward_pre_hooks"]
             or state["_backward_hooks"]
@@ -65,9 +76,9 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
-def plain_weight(lut: nn.Module) -> Tensor | None:
-    """The table of an `nn.Embedding` that need not be called; None for one that must be."""
-    if not is_plain(lut, nn.Embedding):
+def plain_weight(lut: nn.Module, kind: type[nn.Module] = nn.Embedding) -> Tensor | None:
+    """The table of a module of this kind that need not be called; None for one that must be."""
+    if not is_plain(lut, kind):
         return None
     weight: Any = lut._parameters.get("weight")
     if weight is None:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 FloatArray = npt.NDArray[np.float64]
 
-_DIVISORS = ("d", "half_minus_1")
+_DIVISORS = ("d", "half_minus_1", "half")
 _LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
 _ODD_RULES = ("sine", "zero", "round_up")
 
@@ -173,12 +173,14 @@ def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = 
 
     - ``divisor="d"``: ``w_k = base ** (-2k / D)``, Vaswani et al. 2017;
     - ``divisor="half_minus_1"``: ``w_k = base ** (-k / max(D // 2 - 1, 1))``, tensor2tensor and its heirs. The slowest
-      of ``D // 2`` frequencies is then exactly ``1 / base``.
+      of ``D // 2`` frequencies is then exactly ``1 / base``;
+    - ``divisor="half"``: ``w_k = base ** (-k / max(D // 2, 1))``, diffusers' timesteps with a shift of 0. It is
+      ``"d"`` at even widths.
 
     Args:
         d_model: width of the encoding.
         base: ratio between the fastest frequency and (nearly) the slowest.
-        divisor: which of the two formulas.
+        divisor: which of the formulas.
         odd: what the column left over by an odd width holds; see `sinusoid_table`.
 
     Returns:
@@ -198,7 +200,8 @@ def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = 
     width = d_model + 1 if odd == "round_up" and d_model % 2 else d_model
     sines = d_model // 2 if odd == "zero" else (d_model + 1) // 2
     k = np.arange(sines, dtype=np.float64)
-    exponent = -2.0 * k / width if divisor == "d" else -k / max(width // 2 - 1, 1)
+    half = width // 2 - (divisor == "half_minus_1")
+    exponent = -2.0 * k / width if divisor == "d" else -k / max(half, 1)
     return np.power(np.float64(base), exponent)
 
 

@@ -166,7 +166,8 @@ def exponent(width: int, convention: Convention) -> tuple[int, int]:
     """(n, m) of the frequencies base^(-n k / m)."""
     if convention.odd == "round_up":
         width += width % 2
-    return {"d": (2, width), "half_minus_1": (1, max(width // 2 - 1, 1))}[convention.divisor]
+    half = width // 2
+    return {"d": (2, width), "half": (1, max(half, 1)), "half_minus_1": (1, max(half - 1, 1))}[convention.divisor]
 
 
 def pairs_of(width: int, convention: Convention) -> int:

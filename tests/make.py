@@ -315,6 +315,9 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
     fractions = counted.float() / 3
     if weight.requires_grad:
         own, fractions = own.requires_grad_(), fractions.requires_grad_()
+    if offset > 2**31:  # their decomposition is right up to there
+        own = None
+    kept = own if own is None else own.detach()
     rows = input if input.dim() else input.unsqueeze(0)
     starts = torch.tensor([0, 2, 2, 5], dtype=input.dtype, device=input.device)
     calls = [
@@ -324,12 +327,14 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
         OpCall("check_embed", (weight, input, positions, offset, *chosen, out.clone())),
         OpCall("embed_backward", (a, input, len(weight), scale, padding, by_frequency)),
         OpCall("embed_backward_sparse", (a, input, len(weight), scale, padding, by_frequency)),
+        OpCall("embed_general_backward", (a, input, len(weight), scale, padding, by_frequency)),
+        OpCall("embed_general_backward_sparse", (a, input, len(weight), scale, padding, by_frequency)),
         OpCall("add_positional_encoding", (a, positions, offset, *chosen)),
         OpCall("add_positional_encoding_out", (a, positions, offset, *chosen, out.clone())),
         OpCall(
             "embed_general_out",
             (weight, input),
-            named | {"padding_idx": padding, "frequencies": own.detach(), "out": out.clone()},
+            named | {"padding_idx": padding, "frequencies": kept, "out": out.clone()},
         ),
         OpCall("add_general", (a,), named | {"frequencies": own}),
         OpCall("add_general_out", (a,), named | {"out": out.clone()}),
@@ -340,7 +345,7 @@ def op_calls(sample: Sample) -> dict[str, OpCall]:
             (fractions, own),
             {**numbers, "dtype": conventions.DTYPES.index(weight.dtype)},
         ),
-        OpCall("positional_encoding_general_out", (fractions.detach(), own.detach()), {**numbers, "out": out.clone()}),
+        OpCall("positional_encoding_general_out", (fractions.detach(), kept), {**numbers, "out": out.clone()}),
         OpCall("positions_from_padding", (rows, 1, rows.select(-1 if order else 0, 0), offset, None, order))
         if rows.numel()
         else OpCall("positions_from_padding", (rows, 1)),

@@ -186,7 +186,7 @@ def embed_good(**options):
         "many frequencies": (lambda: angular_frequencies(2**40), f"d_model must be at most {2**24}, got {2**40}"),
         "length -1": (lambda: encode(-1, 8), "posenc_ext::positional_encoding: length must not be negative, got -1"),
         "base replaced": (lambda: dataclasses.replace(CONVENTIONS["xlm"], base=0.9), BASE + "0.9"),
-        "divisor": (lambda: Convention(divisor="half"), "divisor must be one of 'd', 'half_minus_1', got 'half'"),
+        "divisor": (lambda: Convention(divisor="D"), "divisor must be one of 'd', 'half_minus_1', 'half', got 'D'"),
         "layout": (lambda: Convention(layout="sincos"), LAYOUT + "'sincos'"),
         "odd": (lambda: Convention(odd="cosine"), "odd must be one of 'sine', 'zero', 'round_up', got 'cosine'"),
         "precision of one": (lambda: Convention(precision="fast"), PRECISION + "'fast'"),
@@ -386,7 +386,7 @@ def test_widths(call, device):
 @refused(
     {
         **{f"base {b}": (lambda b=b: _C.frequency_table(b, 0, 8, 4), BASE) for b in (0.9, -1, math.nan, math.inf)},
-        **{f"divisor {d}": (lambda d=d: _C.frequency_table(1e4, d, 8, 4), "divisor must") for d in (-1, 2, TOP)},
+        **{f"divisor {d}": (lambda d=d: _C.frequency_table(1e4, d, 8, 4), "divisor must") for d in (-1, 3, TOP)},
         **{f"width {w}": (lambda w=w: _C.frequency_table(1e4, 0, w, 0), "width must") for w in (0, -1, MOST + 1, TOP)},
         **{f"pairs {p}": (lambda p=p: _C.frequency_table(1e4, 0, 8, p), "pairs must") for p in (-1, 5, 2**40, TOP)},
     }

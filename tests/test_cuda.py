@@ -380,7 +380,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 every_module = make.each("kind", MODULES.keys())
 
 # Where torch's own kernels, not ours, decide about the last bit.
-ROUNDED = {"max_norm", "LearnedPositionalEmbedding"}
+ROUNDED = {"max_norm"}
 
 
 def assert_as_on_cpu(kind: str, got: Tensor, want: Tensor) -> None:

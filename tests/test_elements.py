@@ -191,14 +191,100 @@ def test_checkpointing_repeats_it(reentrant):
 
 
 @make.each_dtype
-def test_the_gradient_is_dropped_alike(dtype):
+@make.each("sparse", [False, True])
+def test_the_gradient_is_dropped_alike(dtype, sparse):
     weight, input = make.table(dtype=dtype, grad=True), make.ids()
-    y = embed(input, weight, dropout_p=0.3, token_scale=2.0)
+    y = embed(input, weight, dropout_p=0.3, token_scale=2.0, sparse=sparse, padding_idx=2, scale_grad_by_freq=True)
     grad = make.x(y.shape, dtype=dtype)
     (got,) = torch.autograd.grad(y, weight, grad)
-    of_sum = torch.where(y != 0, grad.to(helpers.wide(dtype)) * FACTOR, 0.0).to(dtype)
-    (want,) = torch.autograd.grad(embed(input, weight, token_scale=2.0), weight, of_sum)
+    of_sum = torch.where(y != 0, grad.to(helpers.wide(dtype)) * FACTOR, 0.0)
+    assert got.is_sparse == sparse
+    assert_same_bits(got.to_dense(), ops.embed_backward(of_sum, input, V, 2.0, 2, True).to(dtype))
+
+
+@make.each_dtype
+@make.each("width", make.WIDTHS)
+def test_which_elements_of_a_gradient_are_dropped(dtype, width, force_isa, threads):
+    """Those of the output, of shards as well. What is left is rounded once, as a sum."""
+    wide, seed = helpers.wide(dtype), torch.tensor(SEED)
+    streamed = (4 << 20) // (width * dtype.itemsize) + 1
+    for tokens, rows in ((30, 9), (200, 3), *(((30, streamed),) if width > 100 else ())):
+        grad, input = make.x((tokens, width), dtype=dtype), make.ids(tokens, min(rows, 9))
+        for first in (0, 5):
+            given = (input, rows, 1.5, -1, False)
+            of_sum = torch.where(kept(grad.shape, 0.3, first=first), grad.to(wide) * FACTOR, 0.0)
+            want = ops.embed_backward(of_sum, *given).to(dtype)
+            options = {"dropout_p": 0.3, "seed": seed, "first_column": first, "d_model": width + 8}
+            what = f"{tokens} tokens, {rows} rows, from column {first}"
+
+            def call(sparse=False, args=(grad, *given), options=options):
+                op = ops.embed_general_backward_sparse if sparse else ops.embed_general_backward
+                return op(*args, **options)
+
+            for count in (1, 3):
+                threads(count)
+                assert_same_bits(in_every_isa(force_isa, call), want, f"{what}, {count} threads")
+            found, values = call(sparse=True)
+            assert_same_bits(values, want[found], f"{what}, sparse")
+
+
+@make.each("name", make.VIEWS)
+def test_gradients_of_any_strides_are_dropped(name):
+    grad, input = make.views((4, 30), 37, torch.float32)[name], make.ids((4, 30), 6)
+    options = {"dropout_p": 0.3, "seed": torch.tensor(SEED)}
+    got, want = (ops.embed_general_backward(g, input, 9, 2.5, -1, False, **options) for g in (grad, grad.contiguous()))
     assert_same_bits(got, want)
+
+
+def test_gradients_that_are_refused():
+    grad, input = make.x(), make.ids()
+
+    def call(**options):
+        return ops.embed_general_backward(grad, input, V, 1.0, -1, False, **options)
+
+    seed = torch.tensor(SEED)
+    for options, words in (
+        ({"dropout_p": 1.5, "seed": seed}, ("dropout_p", "[0, 1]", 1.5)),
+        ({"dropout_p": 0.5}, ("seed", "no seed")),
+        ({"seed": seed}, ("seed", "and a seed")),
+        ({"dropout_p": 0.5, "seed": seed.int()}, ("seed", "int64")),
+        ({"first_column": 1}, ("first_column", "[0, 0]", 1)),
+        ({"d_model": D - 1}, ("d_model", D - 1)),
+    ):
+        assert_refused(lambda o=options: call(**o), "embed_general_backward", *words)
+
+
+def test_a_gradient_of_shards():
+    weight, input = make.table(width=37, grad=True), make.ids()
+    grad = make.x((*input.shape, 37))
+    (whole,) = torch.autograd.grad(general(weight, input, 0.4), weight, grad)
+    rows, columns = weight.detach()[4:].requires_grad_(), weight.detach()[:, 5:24].requires_grad_()
+    y = general(rows, input, 0.4, first_row=4, total_rows=V)
+    assert_same_bits(torch.autograd.grad(y, rows, grad)[0], whole[4:])
+    y = general(columns, input, 0.4, first_column=5, d_model=37)
+    assert_same_bits(torch.autograd.grad(y, columns, grad[..., 5:24])[0], whole[:, 5:24])
+
+
+def test_a_backward_draws_in_its_sums():
+    """No other tensor is made."""
+    weight, input = make.table(grad=True), make.ids()
+    y = embed(input, weight, dropout_p=0.3)
+    with helpers.Ops() as seen:
+        y.backward(make.x(y.shape))
+    assert [name for name in seen.names if name.startswith("posenc_ext")] == ["posenc_ext::embed_general_backward"]
+
+
+def test_forward_mode_over_a_backward():
+    weight, input, x = make.table(grad=True), make.ids(), make.x(grad=True)
+    grad, tangent = make.x(seed=1), make.x(seed=2)
+    for of, y in (
+        (weight, embed(input, weight, dropout_p=0.3)),
+        (x, add_positional_encoding(x, dropout_p=0.3)),
+    ):
+        want = [torch.autograd.grad(y, of, given, retain_graph=True)[0] for given in (grad, tangent)]
+        with forward_ad.dual_level():
+            (dual,) = torch.autograd.grad(y, of, forward_ad.make_dual(grad, tangent))
+            torch.testing.assert_close([*forward_ad.unpack_dual(dual)], want)
 
 
 def seeded(function):

@@ -297,5 +297,5 @@ def test_a_call_with_general_arguments_goes_to_embed_general():
     assert torch.equal(general, plain)
     (expected,), (got,) = (torch.autograd.grad(y.square().sum(), weight) for y in (plain, general))
     assert torch.equal(got, expected)
-    with pytest.raises(ValueError, match="embed_general: position_table is not supported yet"):
-        embed_op.run(call, {"position_table": make.table()})
+    with pytest.raises(ValueError, match="embed_general: frequencies must have shape"):
+        embed_op.run(call, {"frequencies": torch.ones(D)})

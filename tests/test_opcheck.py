@@ -26,7 +26,7 @@ REGISTERED = sorted(n.removeprefix(PREFIX) for n in torch._C._dispatch_get_all_o
 PUBLIC = sorted(set(REGISTERED) - set(make.TWINS))
 # Outputs of unknown length. When they need a gradient the last check adds up the sums of the outputs in place, starting
 # with the integer one, and fails on that alone: test_sparse_gradient_traced takes its place.
-SPARSE = ("embed_backward_sparse", "_embed_bwd_sparse")
+SPARSE = ("embed_backward_sparse", "_embed_bwd_sparse", "embed_general_backward_sparse")
 raw_ops_have_no_formula = pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
 
 
@@ -115,6 +115,14 @@ def test_sparse_flag_of_embed():
     """Its gradient is sparse, which tracing refuses; the rest of the checks hold."""
     arguments = (make.table(5, 4, grad=True), torch.tensor([1, 2, 1]), None, 0, 1.75, *make.spec(), -1, False, True)
     assert_checked(make.OpCall("embed", arguments), traced=False)
+
+
+@make.each("op", ["embed_general", "add_general", "embed_general_backward", "embed_general_backward_sparse"])
+def test_ops_that_drop(op):
+    for requires_grad in (False, True):
+        call = make.op_calls(make.samples("cpu", torch.float32, requires_grad)[0])[op]
+        call.kwargs |= {"seed": torch.tensor(7), "dropout_p": 0.3}
+        assert_checked(call)
 
 
 def test_embed_without_encoding():

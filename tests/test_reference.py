@@ -24,8 +24,8 @@ def column(p, j, d, *, base=10000.0, divisor="d", layout="interleaved", odd="sin
         width = d + 1 if odd == "round_up" and d % 2 else d
 
         def w(k):
-            exponent = mpmath.mpf(-2 * k) / width if divisor == "d" else mpmath.mpf(-k) / max(width // 2 - 1, 1)
-            return mpmath.mpf(base) ** exponent
+            denominator = {"d": mpmath.mpf(width) / 2, "half": width // 2, "half_minus_1": width // 2 - 1}[divisor]
+            return mpmath.mpf(base) ** (mpmath.mpf(-k) / (denominator or 1))
 
         sines = half + 1 if d % 2 and odd != "zero" else half
         order = {
@@ -192,7 +192,7 @@ def table_form(**arguments):
         (numpy_form, "seq_len", -1, "must not be negative"),
         *[(form, "d_model", value, "must be positive") for form in (numpy_form, table_form) for value in (0, -3)],
         *[(table_form, "base", value, "must be positive") for value in (0.0, math.nan)],
-        (table_form, "divisor", "half", "must be one of"),
+        (table_form, "divisor", "third", "must be one of"),
         (table_form, "layout", "sines", "must be one of"),
         (table_form, "odd", "cosine", "must be one of"),
     ],

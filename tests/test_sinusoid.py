@@ -125,6 +125,7 @@ TABLES = [
     *[(1e4, divisor, width, pairs) for divisor in DIVISORS for width, pairs in ((512, 256), (1, 1), (2, 1), (7, 4))],
     (10000.0, "half_minus_1", 3, 2),
     (10000.0, "half_minus_1", 4, 2),
+    (10000.0, "half", 9, 5),
     (1.0, "d", 64, 32),
     *[(2.0, divisor, 130, 65) for divisor in DIVISORS],
     (3.7, "d", 6, 3),
@@ -161,6 +162,14 @@ def test_turns_to_128_bits(base, divisor, width, pairs):
             got = sum(int(words[i, k]) << (96 - 32 * i) for i in range(4))
             want = mpmath.power(base, mpmath.mpf(-numerator * k) / denominator) / (2 * mpmath.pi) * 2**128
             assert abs(got - want) <= 8, (k, float(got - want))
+
+
+def test_half_is_d_at_even_widths():
+    for width in (2, 4, 130, 1022):
+        half, d = (_C.frequency_table(1e4, DIVISORS[name], width, width // 2) for name in ("half", "d"))
+        assert all(np.array_equal(half[key], d[key]) for key in ("turns", "angular"))
+    half, d = (_C.frequency_table(1e4, DIVISORS[name], 7, 3) for name in ("half", "d"))
+    assert not np.array_equal(half["turns"], d["turns"])
 
 
 @each_table

@@ -188,7 +188,10 @@ SPELLINGS = {
     "nemo": ("pos_enc", (ROWS, D), "vaswani"),
     "whisper": ("positional_embedding", (ROWS, D), "tensor2tensor"),
     "ctranslate2": ("encodings", (ROWS, D), "opennmt_tf"),
-    "marian": ("weights", (ROWS, D), "marian"),
+    "marian": ("weight", (ROWS, D), "marian"),
+    "whisper of transformers": ("weight", (ROWS, D), "tensor2tensor"),
+    "fairseq2": ("freqs", (ROWS, D), "tensor2tensor"),
+    "pos_encoding": ("pos_encoding", BATCH_FIRST, "vaswani"),
 }
 
 
@@ -280,11 +283,103 @@ def test_tables_of_any_floating_type(convention, dtype, precision):
 
 def test_keys_of_no_table_stay_unexpected():
     for module in (layer("PositionalEncoding"), layer()):
-        state = {**module.state_dict(), "alpha": torch.ones(())}
-        with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*alpha"):
+        state = {**module.state_dict(), "beta": torch.ones(())}
+        with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*beta"):
             module.load_state_dict(state)
+    for key in ("alpha", "scale"):  # a factor of the rows, for all that is known
+        with pytest.raises(RuntimeError, match=rf"Unexpected key\(s\).*{key}"):
+            layer().load_state_dict({**layer().state_dict(), key: torch.ones(())})
     with pytest.raises(RuntimeError, match=r"Missing key\(s\).*weight"):
         layer().load_state_dict({"pe": table()})
+
+
+# ---- frequencies and factors -----------------------------------------------------------------------------------------
+
+FREQUENCIES = {"positional-encodings": "inv_freq", "TimesFM": "inv_timescales", "PyG": "frequency", "other": "freqs"}
+
+
+@make.each("key", FREQUENCIES)
+@make.each("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_frequencies_are_consumed_and_others_refused_by_name(key, dtype):
+    own = reference.sinusoid_frequencies(D)
+    other = reference.sinusoid_frequencies(D, divisor="half_minus_1")
+    for module, prefix in ((layer("PositionalEncoding"), ""), (layer(), "1.")):
+        whole = module.state_dict()
+        module.load_state_dict({**whole, prefix + key: torch.from_numpy(own).to(dtype)}, strict=True)
+        wrong = torch.from_numpy(other).to(dtype)
+        text = rf"'{prefix}{key}' .* not hold the frequencies of convention 'vaswani' at width {D}: .* 'tensor2tensor'"
+        with pytest.raises(RuntimeError, match=text):
+            module.load_state_dict({**whole, prefix + key: wrong}, strict=False)
+        for unknown in (wrong * 1.1, wrong[1:]):
+            with pytest.raises(RuntimeError, match=rf"'{prefix}{key}' .* those of no known convention"):
+                module.load_state_dict({**whole, prefix + key: unknown})
+
+
+def test_a_cache_that_was_saved_is_consumed():
+    """Of positional-encodings 6.0.2: the table of the last input, once for each row of its batch."""
+    cache = table().unsqueeze(0).repeat(3, 1, 1)
+    frequencies = torch.from_numpy(reference.sinusoid_frequencies(D)).float()
+    module = layer("PositionalEncoding", convention="positional_encodings")
+    module.load_state_dict({"inv_freq": frequencies, "cached_penc": cache})
+    with pytest.raises(RuntimeError, match=r"'cached_penc' .* it follows 'tensor2tensor'"):
+        module.load_state_dict({"cached_penc": table("tensor2tensor").unsqueeze(0)})
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("key", ["alpha", "scale"])
+def test_a_factor_goes_to_the_trained_scale(key, assign):
+    for shape in ((), (1,)):
+        for module, prefix in (
+            (layer("PositionalEncoding", encoding_scale=nn.Parameter(torch.ones(shape))), ""),
+            (layer(encoding_scale=nn.Parameter(torch.ones(shape))), "1."),
+        ):
+            state = {k: v for k, v in module.state_dict().items() if k != "encoding_scale"}
+            around(module).load_state_dict(
+                {f"encoder.pos.{k}": v for k, v in {**state, prefix + key: torch.tensor([0.25])}.items()},
+                strict=False,
+                assign=assign,
+            )
+            assert module.encoding_scale.shape == shape
+            assert module.encoding_scale.item() == 0.25
+            both = {**state, prefix + key: torch.tensor(0.5), "encoding_scale": torch.ones(shape)}
+            with pytest.raises(RuntimeError, match=rf"'{prefix}{key}' .* and 'encoding_scale' are there together"):
+                module.load_state_dict(both)
+
+
+def test_a_factor_that_is_not_trained_must_be_the_module_s():
+    for scale in (1.0, 0.25, torch.tensor(0.25)):
+        module = layer("PositionalEncoding", encoding_scale=scale)
+        module.load_state_dict({"alpha": torch.tensor(float(scale)), "scale": torch.tensor(0.0, device="meta")})
+        with pytest.raises(RuntimeError, match=rf"factor 'alpha' .* is 0.75, and encoding_scale .* {float(scale):g}: "):
+            module.load_state_dict({"alpha": torch.tensor(0.75)})
+    for wrong, text in (
+        (torch.ones(2), r"one floating number, got torch.float32 \[2\]"),
+        (torch.tensor(1), "got torch.int64"),
+        ("a", "a str"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"factor 'scale' .* {text}"):
+            layer("PositionalEncoding").load_state_dict({"scale": wrong})
+
+
+def test_scaled_tables():
+    """NeMo keeps its table divided by sqrt(D); a trained factor is kept apart from it."""
+    scaled = {"pos_enc": table() / D**0.5}
+    layer("PositionalEncoding", encoding_scale=D**-0.5).load_state_dict(scaled)
+    layer(encoding_scale=D**-0.5).load_state_dict({"weight": torch.ones(V, D), **scaled})
+    trained = layer("PositionalEncoding", encoding_scale=nn.Parameter(torch.tensor(0.5)))
+    trained.load_state_dict({"pe": table(), "alpha": torch.tensor(0.5)})
+    text = r"'pos_enc' .* not that of convention 'vaswani'{}: it follows 'vaswani' or .*'{}"
+    for module, wrong, found in (
+        (layer("PositionalEncoding"), "", r" times 0\.25\."),
+        (trained, "", r" times 0\.25\."),
+        (layer("PositionalEncoding", encoding_scale=0.5), r" times 0\.5", r" times 0\.25\."),
+    ):
+        with pytest.raises(RuntimeError, match=text.format(wrong, found)):
+            module.load_state_dict(scaled, strict=False)
+    with pytest.raises(RuntimeError, match=text.format(r" times 0\.25", r"\. Construct")):
+        layer("PositionalEncoding", encoding_scale=D**-0.5).load_state_dict({"pos_enc": table()})
+    with pytest.raises(RuntimeError, match=r"'xlm' .* from position 1\. Construct"):
+        layer("PositionalEncoding").load_state_dict({"pe": table(first=1)})
 
 
 # ---- tables that are not the module's --------------------------------------------------------------------------------
@@ -319,9 +414,7 @@ def noise() -> Tensor:
 WRONG_TABLES = {
     "random": noise,
     "trained away": lambda: table() + 0.01 * noise(),
-    "divided by sqrt(d)": lambda: table() / D**0.5,
     "one row wrong": lambda: table().index_copy(0, torch.tensor([40]), table()[41:42]),
-    "moved by one": lambda: table(first=1),
     "never filled": lambda: torch.zeros(ROWS, D),
     "one row of NaN": lambda: table().index_fill(0, torch.tensor(3), float("nan")),
     "all NaN": lambda: torch.full((ROWS, D), float("nan")),
@@ -377,7 +470,8 @@ def test_a_table_of_another_base_is_refused_by_name_and_base(found, dtype):
         with pytest.raises(RuntimeError, match=r"'pe' .* not that of convention 'xlm': it follows") as refusal:
             layer("PositionalEncoding", convention="xlm").load_state_dict(state)
         same = [c.name for c in NAMED if (c.divisor, c.layout) == (convention.divisor, convention.layout)]
-        assert any(f"it follows '{name}' with base {base:g}. " in str(refusal.value) for name in same)
+        start = f" from position {first}" if first else ""
+        assert any(f"it follows '{name}' with base {base:g}{start}. " in str(refusal.value) for name in same)
         layer("PositionalEncoding", convention=convention).load_state_dict(state)
 
 

@@ -342,7 +342,7 @@ def test_an_exported_program_holds_the_public_op(context, strict):
 TABLE = decompositions()
 PREFIX = "posenc_ext::"
 REGISTERED = [n.removeprefix(PREFIX) for n in torch._C._dispatch_get_all_op_names() if n.startswith(PREFIX)]
-SPARSE = ("embed_backward_sparse", "_embed_bwd_sparse")
+SPARSE = ("embed_backward_sparse", "_embed_bwd_sparse", "embed_general_backward_sparse")
 
 
 def test_every_op_has_a_decomposition():
@@ -379,8 +379,9 @@ def test_frequencies_of_reference_to_the_bit():
     """They are computed in the graph; one that were rounded otherwise would show at far positions only."""
     from posenc_ext.decompositions import _frequencies, _Spec
 
-    for convention in (Convention(), Convention(base=500.0), Convention(base=1e6, divisor="half_minus_1")):
-        for width in (2, 64, 130, 512, 1030, 4096):
+    for divisor, base in (("d", 1e4), ("d", 500.0), ("half_minus_1", 1e6), ("half", 1e4)):
+        convention = Convention(divisor=divisor, base=base)
+        for width in (2, 64, 129, 512, 1030, 4096):
             pairs = (width + 1) // 2
             got = _frequencies(_Spec(*convention.spec()), width, pairs, torch.device("cpu"))
             assert_same_bits(got, torch.from_numpy(float32_frequencies(width, convention)[:pairs]))

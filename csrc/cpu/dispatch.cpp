@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "../token.h"
 #include "partition.h"
 
 #if defined(__x86_64__)
@@ -85,6 +86,21 @@ int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows) {
     return -1;
   };
   return ids.is_int64 ? scan(static_cast<const int64_t*>(ids.data)) : scan(static_cast<const int32_t*>(ids.data));
+}
+
+TokenPosition find_position_without_row(const ForwardParams& params) {
+  TokenPosition first;
+  const Tokens& tokens = params.tokens;
+  const int64_t rows = params.positions.shared() ? std::min<int64_t>(tokens.batch, 1) : tokens.batch;
+  for (int64_t b = 0; b < rows; ++b) {
+    for (int64_t t = 0; t < tokens.seq; ++t) {
+      const int64_t position = position_of(params, b, t).whole, number = tokens.order.at(b, t);
+      if (has_row(params.encoding.table, position)) continue;
+      if (first.number < 0 || number < first.number) first = {number, position};
+      break;
+    }
+  }
+  return first;
 }
 
 Frequencies convert(const GivenFrequencies& given, void* memory) {

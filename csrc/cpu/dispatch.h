@@ -13,6 +13,12 @@ namespace posenc::cpu {
 // Place of the first id outside [0, rows), or -1.
 POSENC_API int64_t find_out_of_range(const Integers& ids, int64_t count, int64_t rows);
 
+// The first token, in the order of memory, whose position has no row in the table of positions; number -1: none.
+struct TokenPosition {
+  int64_t number = -1, position = 0;
+};
+TokenPosition find_position_without_row(const ForwardParams& params);
+
 POSENC_API void forward(const ForwardParams& params, ParallelFor parallel_for);
 void backward(const BackwardParams& params, ParallelFor parallel_for);
 

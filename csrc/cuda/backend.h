@@ -19,18 +19,22 @@ namespace posenc::cuda {
 
 class ErrorRecord;
 
-// `check` is a call that only looks at ids; `other` has none.
-enum class Op : uint64_t { embed = 0, embed_backward = 1, embed_backward_sparse = 2, check = 3, other = 4 };
+// `check` is a call that only looks at indices; `other` has none.
+enum class Op : uint64_t { embed = 0, embed_backward = 1, embed_backward_sparse = 2, check = 3, other = 4, add = 5 };
 
 // Out-of-range indices in their order: by the number of the call, of which the low bits count, then by the place of the
 // index in the order of the tokens. The first one is raised.
 constexpr int kPlaceBits = 40;
 constexpr unsigned long long kNoKey = ~0ull;
 
+// What an index is, and of which table.
+enum class IndexOf : uint32_t { ids = 0, positions = 1 };
+
 // Where kernels leave the first out-of-range index they meet, for the host to raise later. In device memory.
 struct OutOfRange {
   unsigned long long first = kNoKey;  // the smallest key so far; what follows may still be of a larger one
   uint32_t locked = 0;                // what follows
+  IndexOf of = IndexOf::ids;
   unsigned long long key = kNoKey;
   int64_t index = 0;  // must lie in [0, rows)
   int64_t rows = 0;
@@ -118,8 +122,8 @@ void forward(const ForwardParams& params, const Launch& launch);
 // which the caller must not free before the kernels are queued.
 Frequencies convert(const GivenFrequencies& given, void* memory, const Launch& launch);
 
-// Contiguous ids, to lie in [0, rows).
-void check_bounds(const Integers& ids, int64_t count, int64_t rows, const Launch& launch);
+// Looks at the ids of a gathered base term, and at positions where they are of a table.
+void check_bounds(const ForwardParams& params, const Launch& launch);
 
 // Positions that are counted, see positions.h.
 void count_real_tokens(const PaddingParams& params, const Launch& launch);

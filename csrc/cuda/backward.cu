@@ -29,8 +29,10 @@ void sort_tokens(const GradientTokens& tokens, const GradientScratch& scratch, c
 template <class T>
 void launch_sums(const BackwardParams& params, const GradientTokens& tokens, const GradientScratch& scratch,
                  const Launch& launch) {
+  const bool drops = params.dropout.seed != nullptr;
   const bool vectors = params.width % kVector<T> == 0 && params.column_stride == 1 &&
-                       params.token_stride % kVector<T> == 0 && aligned(params.grad) && aligned(params.out);
+                       params.token_stride % kVector<T> == 0 && aligned(params.grad) && aligned(params.out) &&
+                       (!drops || params.dropout.first_column % kColumnsPerDraw == 0);
   const int64_t units = vectors ? params.width / kVector<T> : params.width;
   const int64_t x = threads_along(units, kColumnThreads), y = kBackwardThreads / x;
   const int64_t blocks_y = std::min(divide_up(units, x), kMostBlocksYZ);
@@ -39,8 +41,12 @@ void launch_sums(const BackwardParams& params, const GradientTokens& tokens, con
     const int64_t resident = launch.resident_blocks(kernel, kBackwardThreads) / blocks_y;
     return dim3(balanced(divide_up(count, y), 1, resident).x, blocks_y);
   };
-  const auto chunks = vectors ? sum_chunks<T, true> : sum_chunks<T, false>;
-  const auto segments = vectors ? sum_segments<T, true> : sum_segments<T, false>;
+  const auto chunks = drops     ? vectors ? drop_and_sum_chunks<T, true> : drop_and_sum_chunks<T, false>
+                      : vectors ? sum_chunks<T, true>
+                                : sum_chunks<T, false>;
+  const auto segments = drops     ? vectors ? drop_and_sum_segments<T, true> : drop_and_sum_segments<T, false>
+                        : vectors ? sum_segments<T, true>
+                                  : sum_segments<T, false>;
   // Up to kSumChunk tokens in all, no segment has a second chunk.
   if (tokens.count > kSumChunk)
     POSENC_LAUNCH(chunks, grid(chunks, tokens.count / kSumChunk + 1), block, launch.stream, params, tokens, scratch);

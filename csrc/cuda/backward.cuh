@@ -8,6 +8,7 @@
 #pragma once
 
 #include "element.cuh"
+#include "elements.cuh"
 #include "out_of_range.cuh"
 
 namespace posenc::cuda {
@@ -16,7 +17,6 @@ constexpr int kBackwardThreads = 256;
 constexpr int kBackwardBlocks = 2;  // see kForwardBlocks
 // Threads along the columns: few, so that the warps of a segment, which has no order across columns, are far apart.
 constexpr int kColumnThreads = 32;
-constexpr int kGradientsInFlight = 8;
 constexpr int kPartialsInFlight = 8;
 constexpr int kHeadsInFlight = 4;  // first tokens of segments, among as many tokens of the order
 
@@ -34,6 +34,14 @@ __global__ void sum_chunks(const BackwardParams params, const GradientTokens tok
 // Writes the rows of the output that have tokens.
 template <class T, bool vectors>
 __global__ void sum_segments(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch);
+
+// The same of gradients that are dropped first.
+template <class T, bool vectors>
+__global__ void drop_and_sum_chunks(const BackwardParams params, const GradientTokens tokens,
+                                    const GradientScratch scratch);
+template <class T, bool vectors>
+__global__ void drop_and_sum_segments(const BackwardParams params, const GradientTokens tokens,
+                                      const GradientScratch scratch);
 
 #if !defined(POSENC_KERNELS_FROM_PTX)
 
@@ -86,11 +94,30 @@ __global__ void __launch_bounds__(kBackwardThreads)
 
 // ---- sums
 
+// What becomes of the gradient of a token before it is added.
+struct WholeGradients {
+  static constexpr int kInFlight = 8;
+  __device__ __forceinline__ explicit WholeGradients(const BackwardParams&) {}
+  template <int count, class acc_t>
+  __device__ __forceinline__ void drop(int64_t, int64_t, acc_t (&)[count]) const {}
+};
+struct DroppedGradients {
+  static constexpr int kInFlight = 4;  // for the registers of a draw
+  const Dropout& dropout;
+  const uint64_t seed;
+  __device__ __forceinline__ explicit DroppedGradients(const BackwardParams& params)
+      : dropout(params.dropout), seed(static_cast<uint64_t>(*params.dropout.seed)) {}
+  template <int count, class acc_t>
+  __device__ __forceinline__ void drop(int64_t token, int64_t column, acc_t (&values)[count]) const {
+    drop_elements(dropout, seed, token, column, values);
+  }
+};
+
 // The columns of one thread, a vector or a single one, of the tokens it is given.
-template <class T, bool vectors>
+template <class T, bool vectors, class Kept>
 struct ColumnSums {
   using acc_t = acc_of<T>;
-  static constexpr int kCount = vectors ? kVector<T> : 1;
+  static constexpr int kCount = vectors ? kVector<T> : 1, kInFlight = Kept::kInFlight;
   struct Gradient {
     T element[kCount];
   };
@@ -100,9 +127,8 @@ struct ColumnSums {
 
   const BackwardParams& params;
   const GradientScratch& scratch;
+  const Kept& kept;
   int64_t column;
-
-  __device__ __forceinline__ Gradient load(int64_t at) const { return load_token(scratch.order[at]); }
 
   __device__ __forceinline__ Gradient load_token(int64_t token) const {
     const T* const from = static_cast<const T*>(params.grad) + token * params.token_stride;
@@ -110,29 +136,31 @@ struct ColumnSums {
     else return {from[column * params.column_stride]};
   }
 
-  __device__ __forceinline__ void add(const Gradient& gradient, Sum& sum) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) sum.of[i] += to_acc(gradient.element[i]);
-  }
-
-  __device__ __forceinline__ Sum sum_of(const Gradient& gradient) const {
+  // Of the gradient of one token.
+  __device__ __forceinline__ Sum sum_of(const Gradient& gradient, int64_t token) const {
     Sum sum;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum.of[i] = to_acc(gradient.element[i]);
+    kept.drop(token, column, sum.of);
     return sum;
+  }
+
+  __device__ __forceinline__ Sum first_of(int64_t at) const {
+    const int64_t token = scratch.order[at];
+    return sum_of(load_token(token), token);
   }
 
   // Adds those of tokens at .. last - 1 of the order. Several are loaded before the first is added.
   __device__ __forceinline__ void add_tokens(int64_t at, int64_t last, Sum& sum) const {
-    for (; at + kGradientsInFlight <= last; at += kGradientsInFlight) {
-      Gradient gradients[kGradientsInFlight];
+    for (; at + kInFlight <= last; at += kInFlight) {
+      Gradient gradients[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kGradientsInFlight; ++i) gradients[i] = load(at + i);
+      for (int i = 0; i < kInFlight; ++i) gradients[i] = load_token(scratch.order[at + i]);
 #pragma unroll
-      for (int i = 0; i < kGradientsInFlight; ++i) add(gradients[i], sum);
+      for (int i = 0; i < kInFlight; ++i) add(sum_of(gradients[i], scratch.order[at + i]), sum);
     }
 #pragma unroll 1  // a few at most
-    for (; at < last; ++at) add(load(at), sum);
+    for (; at < last; ++at) add(first_of(at), sum);
   }
 
   __device__ __forceinline__ void add(const Sum& partial, Sum& sum) const {
@@ -187,18 +215,19 @@ struct Chunk {
   }
 };
 
-template <class T, bool vectors>
-__global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
-    sum_chunks(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch) {
-  using Sums = ColumnSums<T, vectors>;
+template <class T, bool vectors, class Kept>
+__device__ __forceinline__ void sum_each_chunk(const BackwardParams& params, const GradientTokens& tokens,
+                                               const GradientScratch& scratch) {
+  using Sums = ColumnSums<T, vectors, Kept>;
+  const Kept kept(params);
   const int64_t partials = tokens.count / kSumChunk + 1;
   for (int64_t n = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; n < partials; n += int64_t{gridDim.x} * blockDim.y) {
     const Chunk chunk(tokens, scratch, n);
     if (chunk.first == chunk.last) continue;
     for (int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * Sums::kCount; column < params.width;
          column += int64_t{gridDim.y} * blockDim.x * Sums::kCount) {
-      const Sums columns{params, scratch, column};
-      typename Sums::Sum sum = columns.sum_of(columns.load(chunk.first));
+      const Sums columns{params, scratch, kept, column};
+      typename Sums::Sum sum = columns.first_of(chunk.first);
       columns.add_tokens(chunk.first + 1, chunk.last, sum);
       columns.partial(n) = sum;
     }
@@ -207,10 +236,11 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
 
 // Each thread looks at kHeadsInFlight tokens of the order at a time. Most segments have one token, whose gradient is
 // all there is to add: those of all such segments are loaded before the first is stored. The others follow one by one.
-template <class T, bool vectors>
-__global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
-    sum_segments(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch) {
-  using Sums = ColumnSums<T, vectors>;
+template <class T, bool vectors, class Kept>
+__device__ __forceinline__ void sum_each_segment(const BackwardParams& params, const GradientTokens& tokens,
+                                                 const GradientScratch& scratch) {
+  using Sums = ColumnSums<T, vectors, Kept>;
+  const Kept kept(params);
   using acc_t = typename Sums::acc_t;
   constexpr int heads = kHeadsInFlight;
   const acc_t token_scale = static_cast<acc_t>(params.token_scale);
@@ -233,7 +263,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
       if (keys[i + 1] < tokens.rows && keys[i] != keys[i + 1] && !is_single(i)) longer |= 1u << i;
     for (int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * Sums::kCount; column < params.width;
          column += int64_t{gridDim.y} * blockDim.x * Sums::kCount) {
-      const Sums columns{params, scratch, column};
+      const Sums columns{params, scratch, kept, column};
       typename Sums::Gradient gradients[heads];
 #pragma unroll
       for (int i = 0; i < heads; ++i)
@@ -243,12 +273,12 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
         if (keys[i + 1] < tokens.rows && is_single(i))
           columns.store(
               scratch.segment_counts == nullptr ? static_cast<int64_t>(keys[i + 1]) : segment_of(scratch, first + i),
-              columns.sum_of(gradients[i]), token_scale);
+              columns.sum_of(gradients[i], order[i]), token_scale);
 #pragma unroll 1
       for (int i = 0; longer >> i != 0; ++i) {
         if ((longer >> i & 1u) == 0) continue;
         const int64_t begin = first + i, segment = segment_of(scratch, begin), end = scratch.end[segment];
-        typename Sums::Sum total = columns.sum_of(columns.load(begin));
+        typename Sums::Sum total = columns.first_of(begin);
         columns.add_tokens(begin + 1, begin + kSumChunk < end ? begin + kSumChunk : end, total);
         const int64_t n = begin / kSumChunk + 1;
         columns.add_partials(n, n + (end - begin - 1) / kSumChunk, total);
@@ -257,6 +287,30 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
       }
     }
   }
+}
+
+template <class T, bool vectors>
+__global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
+    sum_chunks(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch) {
+  sum_each_chunk<T, vectors, WholeGradients>(params, tokens, scratch);
+}
+
+template <class T, bool vectors>
+__global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
+    sum_segments(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch) {
+  sum_each_segment<T, vectors, WholeGradients>(params, tokens, scratch);
+}
+
+template <class T, bool vectors>
+__global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
+    drop_and_sum_chunks(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch) {
+  sum_each_chunk<T, vectors, DroppedGradients>(params, tokens, scratch);
+}
+
+template <class T, bool vectors>
+__global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
+    drop_and_sum_segments(const BackwardParams params, const GradientTokens tokens, const GradientScratch scratch) {
+  sum_each_segment<T, vectors, DroppedGradients>(params, tokens, scratch);
 }
 
 #endif  // POSENC_KERNELS_FROM_PTX

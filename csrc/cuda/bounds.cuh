@@ -1,4 +1,5 @@
-// A search for out-of-range ids, for callers that must know before they go on; and what takes a record to the host.
+// A search for out-of-range ids and positions, for callers that must know before they go on; and what takes a record to
+// the host.
 #pragma once
 
 #include "out_of_range.cuh"
@@ -7,7 +8,7 @@ namespace posenc::cuda {
 
 constexpr int kBoundsThreads = 256;
 
-__global__ void find_out_of_range(const void* ids, bool is_int64, int64_t count, int64_t rows, const ErrorSink errors);
+__global__ void find_out_of_range(const ForwardParams params, const ErrorSink errors);
 
 // Moves a record to where the host reads it: one thread, in a stream of its own, while other kernels may record.
 __global__ void take_record(OutOfRange* record, uint32_t* found, OutOfRange* taken);
@@ -15,11 +16,10 @@ __global__ void take_record(OutOfRange* record, uint32_t* found, OutOfRange* tak
 #if !defined(POSENC_KERNELS_FROM_PTX)
 
 __global__ void __launch_bounds__(kBoundsThreads)
-    find_out_of_range(const void* ids, bool is_int64, int64_t count, int64_t rows, const ErrorSink errors) {
-  for (int64_t at = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; at < count; at += int64_t{gridDim.x} * blockDim.x) {
-    const int64_t id = Integers{ids, is_int64}[at];
-    if (!in_range(id, rows)) record_out_of_range(errors, at, id, rows);
-  }
+    find_out_of_range(const ForwardParams params, const ErrorSink errors) {
+  for (int64_t at = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; at < params.tokens.count();
+       at += int64_t{gridDim.x} * blockDim.x)
+    record_token(params, at / params.tokens.seq, at % params.tokens.seq, errors);
 }
 
 // A thread that has brought a smaller key than the one that is kept has still to write it: then this takes nothing, and
@@ -34,6 +34,7 @@ __global__ void take_record(OutOfRange* record, uint32_t* found, OutOfRange* tak
     taken->key = key;
     taken->index = record->index;
     taken->rows = record->rows;
+    taken->of = record->of;
     record->key = kNoKey;
     *static_cast<volatile uint32_t*>(found) = 0u;
   }

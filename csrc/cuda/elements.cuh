@@ -7,6 +7,26 @@
 
 namespace posenc::cuda {
 
+// Drops some of the elements of a token from `column` on, which is a multiple of their number.
+template <int count, class acc_t>
+__device__ __forceinline__ void drop_elements(const Dropout& dropout, uint64_t seed, int64_t token, int64_t column,
+                                              acc_t (&values)[count]) {
+  static_assert(kColumnsPerDraw % count == 0);
+  column += dropout.first_column;
+  uint32_t word[4] = {static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token),
+                      static_cast<uint32_t>(token >> 32)};
+  philox(word, seed);
+  const int first = count == kColumnsPerDraw ? 0 : static_cast<int>(column % kColumnsPerDraw);
+  const acc_t factor = static_cast<acc_t>(dropout.factor);
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int half = first + i;
+    const uint32_t drawn = half < 4 ? (half < 2 ? word[0] : word[1]) : (half < 6 ? word[2] : word[3]);
+    const bool upper = count > 1 ? i % 2 == 1 : half % 2 == 1;
+    values[i] = (upper ? drawn >> 16 : drawn & 0xFFFFu) < dropout.threshold ? acc_t{0} : values[i] * factor;
+  }
+}
+
 // Nothing: most calls.
 template <class acc_t>
 struct PlainElements {
@@ -55,24 +75,9 @@ struct GeneralElements {
                          : epilogue<source, false>(base, encoding, token);
   }
 
-  // Drops some of the elements from `column` on, which is a multiple of their number.
   template <int count>
   __device__ __forceinline__ void drop(const Token<acc_t>& token, int64_t column, acc_t (&values)[count]) const {
-    static_assert(kColumnsPerDraw % count == 0);
-    if (dropout.seed == nullptr) return;
-    column += dropout.first_column;
-    uint32_t word[4] = {static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token.number),
-                        static_cast<uint32_t>(token.number >> 32)};
-    philox(word, seed);
-    const int first = count == kColumnsPerDraw ? 0 : static_cast<int>(column % kColumnsPerDraw);
-    const acc_t factor = static_cast<acc_t>(dropout.factor);
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const int half = first + i;
-      const uint32_t drawn = half < 4 ? (half < 2 ? word[0] : word[1]) : (half < 6 ? word[2] : word[3]);
-      const bool upper = count > 1 ? i % 2 == 1 : half % 2 == 1;
-      values[i] = (upper ? drawn >> 16 : drawn & 0xFFFFu) < dropout.threshold ? acc_t{0} : values[i] * factor;
-    }
+    if (dropout.seed != nullptr) drop_elements(dropout, seed, token.number, column, values);
   }
 };
 

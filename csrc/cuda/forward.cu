@@ -29,6 +29,11 @@ bool base_is_aligned(const ForwardParams& params) {
                                         : params.row_stride * element_size(params.dtype) % 16 == 0;
 }
 
+bool table_is_aligned(const ForwardParams& params) {
+  const PositionTable& table = params.encoding.table;
+  return aligned(table.data) && table.row_stride * element_size(params.dtype) % 16 == 0;
+}
+
 // POSENC_EXT_FORWARD=vectors asks for the kernels that have one token or one column of the batch in flight, until a GPU
 // has shown which are faster. It is read once.
 bool rows_alone() {
@@ -44,7 +49,7 @@ KernelVariant choose(const ForwardParams& params) {
   const bool fp64 = params.dtype == Dtype::float64;
   KernelVariant variant;
   variant.general = params.general();
-  // Without an encoding, only the gathered row is worth a kernel of vectors, and what dropout is applied to.
+  // Without sinusoids, only the gathered row is worth a kernel of vectors, and what dropout or a table is applied to.
   bool has_kernel = params.source == Source::gathered || (variant.general && params.source == Source::dense);
   if (columns.encoded) {
     has_kernel =
@@ -57,6 +62,7 @@ KernelVariant choose(const ForwardParams& params) {
   const int64_t unit_bytes = variant.arrangement == Arrangement::halves ? 32 : 16;
   variant.vectors = has_kernel && columns.width * element_size(params.dtype) % unit_bytes == 0 && aligned(params.out) &&
                     strides_aligned(params.out_strides, params) && base_is_aligned(params) &&
+                    table_is_aligned(params) &&
                     (params.dropout.seed == nullptr || params.dropout.first_column % kColumnsPerDraw == 0);
   // It adds up to four steps of a grid to an index of 32 bits.
   constexpr int64_t kLongestAxis = int64_t{1} << 28;

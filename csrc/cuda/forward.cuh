@@ -45,6 +45,12 @@ __global__ void forward_columns(const ForwardParams params, const ForwardLaunch 
 __device__ __forceinline__ int64_t first_batch_row() { return blockIdx.z * int64_t{blockDim.z} + threadIdx.z; }
 __device__ __forceinline__ int64_t batch_row_step() { return int64_t{gridDim.z} * blockDim.z; }
 
+template <class T>
+__device__ __forceinline__ const T* row_of_table(const ForwardParams& params, int64_t position) {
+  const PositionTable& table = params.encoding.table;
+  return static_cast<const T*>(table.data) + position * table.row_stride;
+}
+
 // ---- one column at a time: every layout, every position
 
 template <class T, Source source, bool encoded, class Elements>
@@ -66,11 +72,6 @@ __device__ __forceinline__ void store_pair(const ForwardParams& params, const El
   if (k < columns.cosines) store_column<T, source, true>(params, elements, token, columns.cosine_column(k), pair.cos);
 }
 
-__device__ __forceinline__ void record_id(const ForwardParams& params, int64_t b, int64_t t, const ErrorSink& errors) {
-  const int64_t place = params.tokens.order.at(b, t);
-  record_out_of_range(errors, place, params.ids[place], params.rows);
-}
-
 // A unit is a pair, the zero column after the pairs, or any column where there is no encoding.
 template <class T, Source source, bool general>
 __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
@@ -86,7 +87,13 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
       for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
         const auto token = token_of<source, acc_of<T>, general>(params, b, t);
         if (!encoding.columns.encoded) {
-          store_column<T, source, false>(params, elements, token, unit, 0);
+          if (general && encoding.table.data != nullptr) {
+            acc_of<T> value = 0;
+            if (!token.constant) value = to_acc(row_of_table<T>(params, token.position.whole)[unit]) * elements.scale;
+            store_column<T, source, true>(params, elements, token, unit, value);
+          } else {
+            store_column<T, source, false>(params, elements, token, unit, 0);
+          }
         } else if (unit == encoding.columns.pairs()) {
           store_column<T, source, true>(params, elements, token, encoding.columns.width - 1, 0);
         } else {
@@ -95,7 +102,8 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
           made = true;
           store_pair<T, source>(params, elements, token, unit, elements.scaled(token.position, pair));
         }
-        if (source == Source::gathered && unit == 0 && !token.in_range) record_id(params, b, t, launch.errors);
+        if ((source == Source::gathered || general) && unit == 0 && !token.in_range)
+          record_token(params, b, t, launch.errors);
       }
     }
   }
@@ -225,7 +233,19 @@ struct VectorColumns {
       base[v] = load_vector<source == Source::gathered>(static_cast<const T*>(params.base) + token.base + column[v]);
   }
 
-  template <class Elements>
+  // The same from a table, which has a row for the position.
+  __device__ __forceinline__ Values from_table(int64_t position) const {
+    Values values;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector<T> row = load_vector<true>(row_of_table<T>(params, position) + column[v]);
+#pragma unroll
+      for (int c = 0; c < kVector<T>; ++c) values.of[v][c] = to_acc(row.element[c]);
+    }
+    return values;
+  }
+
+  template <bool encoded = kEncoded, class Elements>
   __device__ __forceinline__ void store(const Elements& elements, const Token<acc_t>& token,
                                         const Vector<T> (&base)[kVectors], const Values& encoding) const {
 #pragma unroll
@@ -233,7 +253,7 @@ struct VectorColumns {
       acc_t values[kVector<T>];
 #pragma unroll
       for (int c = 0; c < kVector<T>; ++c)
-        values[c] = elements.template sum<source, kEncoded>(token, to_acc(base[v].element[c]), encoding.of[v][c]);
+        values[c] = elements.template sum<source, encoded>(token, to_acc(base[v].element[c]), encoding.of[v][c]);
       elements.drop(token, column[v], values);
       store_vector(static_cast<T*>(params.out) + token.out + column[v], values);
     }
@@ -282,7 +302,7 @@ struct VectorColumns {
   __device__ __forceinline__ void fixup(const Elements& elements, int64_t t, const ErrorSink& errors) const {
     for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
       const auto token = token_of<source, acc_t, Elements::kGeneral>(params, b, t);
-      if (!token.in_range && unit == 0) record_id(params, b, t, errors);
+      if (!token.in_range && unit == 0) record_token(params, b, t, errors);
       if (!is_far<Elements::kGeneral>(token.position)) continue;
 #pragma unroll 1
       for (int64_t k = unit * kPairs; k < (unit + 1) * kPairs; ++k) {
@@ -450,7 +470,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
   }
 }
 
-// ---- dropout, padding, a scale of the encoding, fractions of positions, frequencies that are given
+// ---- dropout, padding, a scale of the encoding, fractions of positions, frequencies that are given, tables
 
 // In fp64, 128 registers are too few for it.
 template <class T, Source source, Arrangement arrangement>
@@ -459,6 +479,7 @@ __global__ void __launch_bounds__(kForwardThreads, sizeof(T) == 8 ? 1 : kForward
   using Thread = VectorColumns<T, source, arrangement, Mode::shared>;
   using acc_t = acc_of<T>;
   const GeneralElements<acc_t> elements(params);
+  const bool tabled = params.encoding.table.data != nullptr;
   for (int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x; unit < launch.units;
        unit += int64_t{gridDim.y} * blockDim.x) {
     const Thread columns(params, unit);
@@ -477,13 +498,15 @@ __global__ void __launch_bounds__(kForwardThreads, sizeof(T) == 8 ? 1 : kForward
           columns.store_constant(token);
           continue;
         }
-        if (Thread::kEncoded && (!made || !params.positions.shared())) {
-          encoding = columns.template encode<true>(token.position);
+        if ((Thread::kEncoded || tabled) && (!made || !params.positions.shared())) {
+          if constexpr (Thread::kEncoded) encoding = columns.template encode<true>(token.position);
+          else encoding = columns.from_table(token.position.whole);
           for (auto& vector : encoding.of)
             for (acc_t& value : vector) value = value * elements.factor(token.position);
           made = true;
         }
-        columns.store(elements, token, base, encoding);
+        if (Thread::kEncoded || tabled) columns.template store<true>(elements, token, base, encoding);
+        else columns.template store<false>(elements, token, base, encoding);
       }
       if (slow) columns.fixup(elements, t, launch.errors);
     }

@@ -12,7 +12,7 @@ namespace posenc::cuda {
 enum class Arrangement {
   interleaved,  // one vector: sine, cosine, sine, ... or cosine, sine, ...
   halves,       // a vector of sines and the vector of their cosines
-  none,         // one vector without an encoding
+  none,         // one vector, without an encoding or with that of a table
 };
 
 // When a thread makes the encoding.

@@ -2,6 +2,7 @@
 // thread traps, so the CUDA context stays usable.
 #pragma once
 
+#include "../token.h"
 #include "backend.h"
 #include "platform.cuh"
 
@@ -24,8 +25,8 @@ __device__ __forceinline__ bool is_first_of_warp(unsigned long long key) {
 // Index and rows belong to a key, hence the lock. A thread waits for it only while its key is the smallest of all, so
 // hardly ever two at a time do. The fences make the atomics of the lock acquire and release: what one thread has
 // written under the lock, the next one sees.
-__device__ __forceinline__ void record_out_of_range(const ErrorSink& errors, int64_t place, int64_t index,
-                                                    int64_t rows) {
+__device__ __forceinline__ void record_out_of_range(const ErrorSink& errors, int64_t place, int64_t index, int64_t rows,
+                                                    IndexOf of = IndexOf::ids) {
   OutOfRange* const record = errors.record;
   const volatile unsigned long long* const first = &record->first;
   const unsigned long long key = errors.call << kPlaceBits | static_cast<unsigned long long>(place);
@@ -38,10 +39,23 @@ __device__ __forceinline__ void record_out_of_range(const ErrorSink& errors, int
     record->key = key;
     record->index = index;
     record->rows = rows;
+    record->of = of;
     *static_cast<volatile uint32_t*>(errors.found) = 1u;
   }
   __threadfence();
   atomicExch(&record->locked, 0u);
+}
+
+// Of a token its id, or else its position, if it is out of range.
+__device__ __forceinline__ void record_token(const ForwardParams& params, int64_t b, int64_t t,
+                                             const ErrorSink& errors) {
+  const int64_t place = params.tokens.order.at(b, t);
+  if (params.source == Source::gathered && !in_range(params.ids[place], params.rows))
+    return record_out_of_range(errors, place, params.ids[place], params.rows);
+  const PositionTable& table = params.encoding.table;
+  if (table.data == nullptr) return;
+  const int64_t position = position_of(params, b, t).whole;
+  if (!has_row(table, position)) record_out_of_range(errors, place, position, table.rows, IndexOf::positions);
 }
 
 }  // namespace posenc::cuda

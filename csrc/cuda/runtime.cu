@@ -116,6 +116,7 @@ const char* name_of(Op op) {
     case Op::embed_backward: return "embed_backward";
     case Op::embed_backward_sparse: return "embed_backward_sparse";
     case Op::check: return "embed";
+    case Op::add: return "add_positional_encoding";
     case Op::other: break;
   }
   return "CUDA kernels";
@@ -148,12 +149,15 @@ void raise_if_found(ErrorRecord& record, int device) {
   const OutOfRange error = record.take();
   if (error.key == kNoKey) return;  // another thread was faster, or it is still being written
   const Op op = op_of(error.key);
-  const char* const what = op == Op::embed   ? "its row is NaN"
-                           : op == Op::check ? "nothing was written"
-                                             : "it was left out";
-  throw std::out_of_range(message(name_of(op), "input must hold ids in [0, ", error.rows, "), got ", error.index,
-                                  " at flat index ", place_of(error.key), ", found by a call on cuda:", device, " (",
-                                  what, "; with POSENC_EXT_SYNC_ERRORS=1 the call itself raises)"));
+  const char* const what = op == Op::embed || op == Op::add ? "its row is NaN"
+                           : op == Op::check                ? "nothing was written"
+                                                            : "it was left out";
+  const bool id = error.of == IndexOf::ids;
+  throw std::out_of_range(message(name_of(op), id ? "input must hold ids in [0, " : "positions must lie in [0, ",
+                                  error.rows, id ? "), got " : "), the rows of position_table, got ", error.index,
+                                  id ? " at flat index " : " at the token of flat index ", place_of(error.key),
+                                  ", found by a call on cuda:", device, " (", what,
+                                  "; with POSENC_EXT_SYNC_ERRORS=1 the call itself raises)"));
 }
 
 }  // namespace

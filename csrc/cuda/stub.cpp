@@ -26,7 +26,7 @@ void check_errors() {}
 
 void forward(const ForwardParams&, const Launch&) { refuse(); }
 Frequencies convert(const GivenFrequencies&, void*, const Launch&) { refuse(); }
-void check_bounds(const Integers&, int64_t, int64_t, const Launch&) { refuse(); }
+void check_bounds(const ForwardParams&, const Launch&) { refuse(); }
 void count_real_tokens(const PaddingParams&, const Launch&) { refuse(); }
 void count_in_sequences(const SequenceIdParams&, const Launch&) { refuse(); }
 void count_in_sequences(const SequenceStartParams&, const Launch&) { refuse(); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -79,6 +80,13 @@ inline void check_same_device(const Tensor& tensor, const char* argument, const 
                device_text(other), "), got ", device_text(tensor));
 }
 
+// The index of an element that has this number in memory.
+inline std::string index_text(IntHeaderOnlyArrayRef sizes, int64_t number) {
+  std::vector<int64_t> index(sizes.size());
+  for (size_t i = sizes.size(); i-- > 0; number /= sizes[i]) index[i] = number % sizes[i];
+  return text(IntHeaderOnlyArrayRef(index.data(), index.size()));
+}
+
 // Token ids, contiguous; `input` becomes a copy where it was not. On a GPU the kernels check the range, since to look
 // at ids here would be to wait for the device. An empty table has no id in range, so it is refused here.
 inline Integers checked_ids(Tensor& input, int64_t rows, const char* op) {
@@ -94,10 +102,43 @@ inline Integers checked_ids(Tensor& input, int64_t rows, const char* op) {
   }
   const int64_t place = cpu::find_out_of_range(ids, input.numel(), rows);
   if (place < 0) return ids;
-  std::vector<int64_t> index(input.dim());
-  for (int64_t rest = place, i = input.dim(); i-- > 0; rest /= input.size(i)) index[i] = rest % input.size(i);
   throw std::out_of_range(message(op, "input must hold ids in [0, ", rows, "), got ", ids[place], " at input",
-                                  text(IntHeaderOnlyArrayRef(index.data(), index.size()))));
+                                  index_text(input.sizes(), place)));
+}
+
+// A shard of `size` rows or columns of a whole.
+inline void check_part(const char* op, const char* first_name, int64_t first, int64_t size, const char* whole_name,
+                       int64_t whole) {
+  POSENC_CHECK(size <= whole, op, whole_name, " must be at least the ", size, " of this shard, got ", whole);
+  POSENC_CHECK(first >= 0 && first <= whole - size, op, first_name, " must lie in [0, ", whole - size, "], got ",
+               first);
+}
+
+// A tensor of one number that the kernels read.
+inline void check_number(const Tensor& tensor, const char* name, const Tensor& like, const char* like_name,
+                         const char* op) {
+  check_defined(tensor, op, name);
+  check_same_device(tensor, name, like, like_name, op);
+  check_storage(tensor, op, name);
+  POSENC_CHECK(tensor.numel() == 1, op, name, " must hold one number, got shape ", text(tensor.sizes()));
+}
+
+// What the arguments dropout_p and seed say. The column where a shard begins is left to the caller.
+inline Dropout dropout_of(double p, const Tensor* seed, const Tensor& like, const char* like_name, const char* op) {
+  Dropout dropout;
+  POSENC_CHECK(p >= 0 && p <= 1, op, "dropout_p must lie in [0, 1], got ", p);
+  POSENC_CHECK((seed != nullptr) == (p > 0), op, "seed must be given with dropout_p, got dropout_p ", p,
+               seed ? " and a seed" : " and no seed");
+  if (seed == nullptr) return dropout;
+  check_number(*seed, "seed", like, like_name, op);
+  POSENC_CHECK(seed->scalar_type() == ScalarType::Long, op, "seed must have dtype int64, got ",
+               text(seed->scalar_type()));
+  dropout.threshold = static_cast<uint32_t>(std::lround(p * 65536));
+  if (dropout.threshold == 0) return dropout;
+  dropout.seed = static_cast<const int64_t*>(seed->const_data_ptr());
+  const double kept = 65536.0 - dropout.threshold;
+  dropout.factor = kept == 0 ? 0 : 65536 / kept;
+  return dropout;
 }
 
 // The first byte that a tensor can reach, and the last.

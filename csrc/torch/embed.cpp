@@ -3,8 +3,6 @@
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
-#include <cmath>
-
 #include "../frequency.h"
 #include "../spec.h"
 #include "cuda_call.h"
@@ -37,6 +35,7 @@ struct EmbedArgs {
   const Tensor* frequencies = nullptr;
   double dropout_p = 0;
   const Tensor* seed = nullptr;
+  const Tensor* position_table = nullptr;
 };
 
 const Tensor* given(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
@@ -54,22 +53,6 @@ void check_out(const Tensor& out, const std::vector<int64_t>& sizes, ScalarType 
   check_storage(out, op, "out");
   POSENC_CHECK(!overlaps_itself(out), op, "out must not overlap itself, got shape ", text(got), " with strides ",
                text(strides));
-}
-
-// A shard of `size` rows or columns of a whole.
-void check_part(const char* op, const char* first_name, int64_t first, int64_t size, const char* whole_name,
-                int64_t whole) {
-  POSENC_CHECK(size <= whole, op, whole_name, " must be at least the ", size, " of this shard, got ", whole);
-  POSENC_CHECK(first >= 0 && first <= whole - size, op, first_name, " must lie in [0, ", whole - size, "], got ",
-               first);
-}
-
-// A tensor of one number that the kernels read.
-void check_number(const Tensor& tensor, const char* name, const Tensor& like, const char* like_name, const char* op) {
-  check_defined(tensor, op, name);
-  check_same_device(tensor, name, like, like_name, op);
-  check_storage(tensor, op, name);
-  POSENC_CHECK(tensor.numel() == 1, op, name, " must hold one number, got shape ", text(tensor.sizes()));
 }
 
 // What is done at padding and by dropout, checked.
@@ -91,18 +74,47 @@ void set_general(ForwardParams& params, const EmbedArgs& args, const Tensor& lik
     if (!like.is_cpu()) params.encoding.scale_on_device = number;
     else params.encoding.scale *= fp64 ? *static_cast<const double*>(number) : *static_cast<const float*>(number);
   }
-  POSENC_CHECK(args.dropout_p >= 0 && args.dropout_p <= 1, op, "dropout_p must lie in [0, 1], got ", args.dropout_p);
-  POSENC_CHECK((args.seed != nullptr) == (args.dropout_p > 0), op, "seed must be given with dropout_p, got dropout_p ",
-               args.dropout_p, args.seed ? " and a seed" : " and no seed");
-  if (args.seed == nullptr) return;
-  check_number(*args.seed, "seed", like, like_name, op);
-  POSENC_CHECK(args.seed->scalar_type() == ScalarType::Long, op, "seed must have dtype int64, got ",
-               text(args.seed->scalar_type()));
-  params.dropout.threshold = static_cast<uint32_t>(std::lround(args.dropout_p * 65536));
-  if (params.dropout.threshold == 0) return;
-  params.dropout.seed = static_cast<const int64_t*>(args.seed->const_data_ptr());
-  const double kept = 65536.0 - params.dropout.threshold;
-  params.dropout.factor = kept == 0 ? 0 : 65536 / kept;
+  params.dropout = dropout_of(args.dropout_p, args.seed, like, like_name, op);
+}
+
+// The table, whose columns are then contiguous.
+Tensor set_position_table(ForwardParams& params, const EmbedArgs& args, const Tensor& like, const char* like_name,
+                          int64_t width) {
+  const char* op = args.op;
+  Tensor table = *args.position_table;
+  check_defined(table, op, "position_table");
+  POSENC_CHECK(!args.spec.encoded, op, "flags must say that there are no sinusoids where position_table is given");
+  POSENC_CHECK(table.scalar_type() == like.scalar_type(), op, "position_table must have the dtype of ", like_name, " (",
+               text(like.scalar_type()), "), got ", text(table.scalar_type()));
+  check_same_device(table, "position_table", like, like_name, op);
+  POSENC_CHECK(table.dim() == 2 && table.size(1) == width, op, "position_table must have shape [max_len, ", width,
+               "], got ", text(table.sizes()));
+  check_storage(table, op, "position_table");
+  POSENC_CHECK(!args.positions || is_integer(*args.positions), op,
+               "positions must have dtype int64 or int32 where position_table is given, got ",
+               text(args.positions->scalar_type()));
+  // A sum of offset, index and position that wraps at 64 bits then never gets to a row.
+  constexpr int64_t kFar = int64_t{1} << 62;
+  POSENC_CHECK(-kFar < args.offset && args.offset < kFar, op,
+               "offset must lie between -2**62 and 2**62 where position_table is given, got ", args.offset);
+  if (column_stride(table) != 1) table = contiguous_copy(table);
+  params.encoding.table = {table.const_data_ptr(), table.size(0), table.stride(0)};
+  return table;
+}
+
+// On a GPU the kernels check the range. A table without rows may have no memory, so it is refused here.
+void check_positions_in_table(const ForwardParams& params, IntHeaderOnlyArrayRef token_sizes, bool on_cpu,
+                              const char* op) {
+  const int64_t rows = params.encoding.table.rows, count = params.tokens.count();
+  if (count == 0) return;
+  const auto refuse = [&](const auto&... got) {
+    throw std::out_of_range(
+        message(op, "positions must lie in [0, ", rows, "), the rows of position_table, got ", got...));
+  };
+  if (rows == 0) refuse(count, " positions");
+  if (!on_cpu) return;
+  const cpu::TokenPosition found = cpu::find_position_without_row(params);
+  if (found.number >= 0) refuse(found.position, " at token", index_text(token_sizes, found.number));
 }
 
 // The frequencies of a call that gives them, checked. `given` becomes a copy where it is not contiguous.
@@ -191,6 +203,12 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
                  "offset ", args.offset, " + length ", params.tokens.seq, " exceeds the int64 range");
   }
 
+  std::optional<Tensor> position_table;
+  if (args.position_table) {
+    position_table = set_position_table(params, args, like, like_name, width);
+    check_positions_in_table(params, token_sizes, like.is_cpu(), op);
+  }
+
   std::vector<int64_t> sizes;
   sizes.reserve(axes + 1);
   sizes.assign(token_sizes.begin(), token_sizes.end());
@@ -205,6 +223,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
     if (!in_place) check_disjoint(*args.out, like, args.x ? "x (unless it is x)" : like_name, op);
     if (args.input) check_disjoint(*args.out, *args.input, "input", op);
     if (args.positions) check_disjoint(*args.out, *args.positions, "positions", op);
+    if (args.position_table) check_disjoint(*args.out, *args.position_table, "position_table", op);
     if (args.seed) check_disjoint(*args.out, *args.seed, "seed", op);
     if (args.encoding_scale_tensor) check_disjoint(*args.out, *args.encoding_scale_tensor, "encoding_scale_tensor", op);
     if (args.frequencies) check_disjoint(*args.out, *args.frequencies, "frequencies", op);
@@ -234,7 +253,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
   if (only_check) {
     if (like.is_cpu()) return std::nullopt;
     const CudaCall call(cuda::Op::check, like);
-    cuda::check_bounds(params.ids, params.tokens.count(), params.rows, call->launch());
+    cuda::check_bounds(params, call->launch());
     call->finish_and_wait();
     return std::nullopt;
   }
@@ -261,7 +280,7 @@ std::optional<Tensor> run(const EmbedArgs& args, bool only_check = false) {
                  [&] { cpu::forward(params, torch_parallel_for); });
     return result;
   }
-  CudaCall call(args.weight ? cuda::Op::embed : cuda::Op::other, like);
+  CudaCall call(args.weight ? cuda::Op::embed : args.position_table ? cuda::Op::add : cuda::Op::other, like);
   write_blocks(table ? call.frequencies(*table)
                      : cuda::convert(given_frequencies, call.scratch(FrequencyMemory::bytes(given_frequencies.pairs)),
                                      call->launch()),
@@ -289,9 +308,11 @@ void embed_out(Tensor weight, Tensor input, std::optional<Tensor> positions, int
 // All the checks of embed_out (or of embed), for callers that must write somewhere before it. On a GPU it waits until
 // the ids have been looked at.
 void check_embed(Tensor weight, Tensor input, std::optional<Tensor> positions, int64_t offset, double base,
-                 int64_t flags, std::optional<Tensor> out, std::optional<Tensor> frequencies) {
+                 int64_t flags, std::optional<Tensor> out, std::optional<Tensor> frequencies,
+                 std::optional<Tensor> position_table) {
   EmbedArgs args{"embed", {base, flags, "embed"}, given(positions), offset, given(out), &weight, &input};
   args.frequencies = given(frequencies);
+  args.position_table = given(position_table);
   run(args, true);
 }
 
@@ -302,10 +323,6 @@ EmbedArgs general_args(const Tensor& weight, const Tensor& input, const std::opt
                        double encoding_scale, int64_t at_padding, double dropout_p, int64_t first_row,
                        int64_t total_rows, int64_t first_column, int64_t d_model) {
   const char* op = "embed_general";
-  const auto refuse = [&](const char* argument, bool given) {
-    POSENC_CHECK(!given, op, argument, " is not supported yet");
-  };
-  refuse("position_table", position_table.has_value());
   POSENC_CHECK(!sparse || total_rows < 0, op, "sparse is not supported for a shard (total_rows ", total_rows, ")");
   return {.op = op,
           .spec = {base, flags, op},
@@ -324,7 +341,8 @@ EmbedArgs general_args(const Tensor& weight, const Tensor& input, const std::opt
           .encoding_scale_tensor = given(encoding_scale_tensor),
           .frequencies = given(frequencies),
           .dropout_p = dropout_p,
-          .seed = given(seed)};
+          .seed = given(seed),
+          .position_table = given(position_table)};
 }
 
 Tensor embed_general(Tensor weight, Tensor input, std::optional<Tensor> positions, std::optional<Tensor> frequencies,
@@ -362,8 +380,8 @@ void add_positional_encoding_out(Tensor x, std::optional<Tensor> positions, int6
 
 EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, const std::optional<Tensor>& seed,
                    const std::optional<Tensor>& encoding_scale_tensor, const std::optional<Tensor>& frequencies,
-                   int64_t offset, double base, int64_t flags, double token_scale, double encoding_scale,
-                   double dropout_p) {
+                   const std::optional<Tensor>& position_table, int64_t offset, double base, int64_t flags,
+                   double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
   const char* op = "add_general";
   return {.op = op,
           .spec = {base, flags, op},
@@ -371,30 +389,31 @@ EmbedArgs add_args(const Tensor& x, const std::optional<Tensor>& positions, cons
           .offset = offset,
           .token_scale = token_scale,
           .x = &x,
+          .d_model = d_model,
+          .first_column = first_column,
           .encoding_scale = encoding_scale,
           .encoding_scale_tensor = given(encoding_scale_tensor),
           .frequencies = given(frequencies),
           .dropout_p = dropout_p,
-          .seed = given(seed)};
+          .seed = given(seed),
+          .position_table = given(position_table)};
 }
 
 Tensor add_general(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
-                   std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies, int64_t offset,
-                   double base, int64_t flags, double token_scale, int64_t first_column, int64_t d_model,
-                   double encoding_scale, double dropout_p) {
-  EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, frequencies, offset, base, flags, token_scale,
-                            encoding_scale, dropout_p);
-  args.first_column = first_column;
-  args.d_model = d_model;
-  return *run(args);
+                   std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies,
+                   std::optional<Tensor> position_table, int64_t offset, double base, int64_t flags, double token_scale,
+                   int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p) {
+  return *run(add_args(x, positions, seed, encoding_scale_tensor, frequencies, position_table, offset, base, flags,
+                       token_scale, first_column, d_model, encoding_scale, dropout_p));
 }
 
 void add_general_out(Tensor x, std::optional<Tensor> positions, std::optional<Tensor> seed,
-                     std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies, int64_t offset,
-                     double base, int64_t flags, double token_scale, double encoding_scale, double dropout_p,
+                     std::optional<Tensor> encoding_scale_tensor, std::optional<Tensor> frequencies,
+                     std::optional<Tensor> position_table, int64_t offset, double base, int64_t flags,
+                     double token_scale, int64_t first_column, int64_t d_model, double encoding_scale, double dropout_p,
                      Tensor out) {
-  EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, frequencies, offset, base, flags, token_scale,
-                            encoding_scale, dropout_p);
+  EmbedArgs args = add_args(x, positions, seed, encoding_scale_tensor, frequencies, position_table, offset, base, flags,
+                            token_scale, first_column, d_model, encoding_scale, dropout_p);
   args.out = &out;
   run(args);
 }

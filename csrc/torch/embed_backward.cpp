@@ -14,15 +14,29 @@
 namespace posenc {
 namespace {
 
+// The arguments of a call, under their names in the schemas.
+struct GradientArgs {
+  const char* op;
+  int64_t num_weights;
+  double token_scale;
+  int64_t padding_idx;
+  bool scale_grad_by_freq;
+  // What only the general ops take.
+  double dropout_p = 0;
+  const Tensor* seed = nullptr;
+  int64_t first_column = 0, d_model = -1;
+};
+
 // A checked call, and what its pointers need alive.
 struct GradientCall {
   BackwardParams params;
   GradientTokens tokens;
   Tensor grad, input;  // as the kernels read them
 
-  GradientCall(Tensor grad_given, Tensor input_given, int64_t num_weights, double token_scale, int64_t padding_idx,
-               bool scale_grad_by_freq, const char* op)
+  GradientCall(Tensor grad_given, Tensor input_given, const GradientArgs& args)
       : grad(std::move(grad_given)), input(std::move(input_given)) {
+    const char* op = args.op;
+    const int64_t num_weights = args.num_weights, padding_idx = args.padding_idx;
     check_defined(grad, op, "grad");
     check_defined(input, op, "input");
     params.dtype = dtype_of(grad.scalar_type(), op, "grad");
@@ -36,6 +50,10 @@ struct GradientCall {
     check_storage(grad, op, "grad");
     params.width = sizes[sizes.size() - 1];
     check_width(params.width, op);
+    check_part(op, "first_column", args.first_column, params.width, "d_model",
+               args.d_model < 0 ? params.width : args.d_model);
+    params.dropout = dropout_of(args.dropout_p, args.seed, grad, "grad", op);
+    params.dropout.first_column = args.first_column;
     tokens = {checked_ids(input, num_weights, op), input.numel(), num_weights, padding_idx};
     if (!input.is_cpu()) {
       POSENC_CHECK(tokens.count <= cuda::kMostGradientTokens, op, "input must have at most ", cuda::kMostGradientTokens,
@@ -44,15 +62,16 @@ struct GradientCall {
                    " on CUDA, got ", num_weights);
     }
     auto stride = merged_stride(grad, 0, token_sizes.size());
-    if (!stride) {
+    // Bits are drawn for many columns at once, where those are contiguous.
+    if (!stride || (params.dropout.seed != nullptr && column_stride(grad) != 1)) {
       grad = contiguous_copy(grad);
       stride = params.width;
     }
     params.grad = grad.const_data_ptr();
     params.token_stride = *stride;
     params.column_stride = column_stride(grad);
-    params.scale_by_frequency = scale_grad_by_freq;
-    params.token_scale = token_scale;
+    params.scale_by_frequency = args.scale_grad_by_freq;
+    params.token_scale = args.token_scale;
   }
 
   // The gradient's rows, to be written.
@@ -75,10 +94,9 @@ SortedSegments sorted(const GradientTokens& tokens, const Tensor& like) {
   }
 }
 
-Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx,
-                      bool scale_grad_by_freq) {
-  GradientCall prepared(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq, "embed_backward");
-  Tensor out = prepared.new_rows(num_weights);
+Tensor dense_gradient(const Tensor& grad, const Tensor& input, const GradientArgs& args) {
+  GradientCall prepared(grad, input, args);
+  Tensor out = prepared.new_rows(args.num_weights);
   if (grad.is_cpu()) {
     const SortedSegments segments = sorted(prepared.tokens, grad);
     prepared.params.segments = segments.view();
@@ -94,10 +112,8 @@ Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double tok
 }
 
 // The size of the result is known once the ids are sorted. On a GPU that means to wait for the device.
-std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int64_t num_weights, double token_scale,
-                                                 int64_t padding_idx, bool scale_grad_by_freq) {
-  GradientCall prepared(grad, input, num_weights, token_scale, padding_idx, scale_grad_by_freq,
-                        "embed_backward_sparse");
+std::tuple<Tensor, Tensor> sparse_gradient(const Tensor& grad, const Tensor& input, const GradientArgs& args) {
+  GradientCall prepared(grad, input, args);
   const auto new_result = [&](int64_t count) {
     return std::tuple(empty({count}, ScalarType::Long, grad), prepared.new_rows(count));
   };
@@ -124,6 +140,34 @@ std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int6
   return result;
 }
 
+Tensor embed_backward(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx,
+                      bool scale_grad_by_freq) {
+  return dense_gradient(grad, input, {"embed_backward", num_weights, token_scale, padding_idx, scale_grad_by_freq});
+}
+
+std::tuple<Tensor, Tensor> embed_backward_sparse(Tensor grad, Tensor input, int64_t num_weights, double token_scale,
+                                                 int64_t padding_idx, bool scale_grad_by_freq) {
+  return sparse_gradient(grad, input,
+                         {"embed_backward_sparse", num_weights, token_scale, padding_idx, scale_grad_by_freq});
+}
+
+Tensor embed_general_backward(Tensor grad, Tensor input, int64_t num_weights, double token_scale, int64_t padding_idx,
+                              bool scale_grad_by_freq, std::optional<Tensor> seed, double dropout_p,
+                              int64_t first_column, int64_t d_model) {
+  return dense_gradient(grad, input,
+                        {"embed_general_backward", num_weights, token_scale, padding_idx, scale_grad_by_freq, dropout_p,
+                         seed ? &*seed : nullptr, first_column, d_model});
+}
+
+std::tuple<Tensor, Tensor> embed_general_backward_sparse(Tensor grad, Tensor input, int64_t num_weights,
+                                                         double token_scale, int64_t padding_idx,
+                                                         bool scale_grad_by_freq, std::optional<Tensor> seed,
+                                                         double dropout_p, int64_t first_column, int64_t d_model) {
+  return sparse_gradient(grad, input,
+                         {"embed_general_backward_sparse", num_weights, token_scale, padding_idx, scale_grad_by_freq,
+                          dropout_p, seed ? &*seed : nullptr, first_column, d_model});
+}
+
 // The same functions for both: they look at where the tensors are.
 template <class Library>
 void register_kernels(Library& m) {
@@ -131,6 +175,8 @@ void register_kernels(Library& m) {
   m.impl("_embed_bwd", TORCH_BOX(&embed_backward));
   m.impl("embed_backward_sparse", TORCH_BOX(&embed_backward_sparse));
   m.impl("_embed_bwd_sparse", TORCH_BOX(&embed_backward_sparse));
+  m.impl("embed_general_backward", TORCH_BOX(&embed_general_backward));
+  m.impl("embed_general_backward_sparse", TORCH_BOX(&embed_general_backward_sparse));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(posenc_ext, CPU, m) { register_kernels(m); }

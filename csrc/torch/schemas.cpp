@@ -7,6 +7,8 @@
 //   positions   None for the running index, or a tensor of the shape of the tokens: integers, float32 or float64
 //   frequencies those of the pairs of columns, float32 or float64, in place of base and divisor
 //   offset      added to either
+//   position_table
+//               in place of the sinusoids, which flags must say are not there: position p has row p
 //   first_row, total_rows, first_column, d_model
 //               weight (or x) is a shard: these rows and columns of a whole of that many; -1: it is the whole
 // Ops named *_fwd and *_bwd are raw. The public names carry autograd formulas (posenc_ext/ops).
@@ -44,7 +46,7 @@ const bool defined = [] {
          "Tensor(a!) out) -> ()");
   define("check_embed",
          "(Tensor weight, Tensor input, Tensor? positions, SymInt offset, float base, int flags, Tensor? out=None, "
-         "Tensor? frequencies=None) -> ()");
+         "Tensor? frequencies=None, Tensor? position_table=None) -> ()");
   // Tensors are not keyword-only, since torch cannot differentiate those. 1052672: the flags of "vaswani".
   const std::string embed_general =
       "(Tensor weight, Tensor input, Tensor? positions=None, Tensor? frequencies=None, Tensor? position_table=None, "
@@ -63,17 +65,22 @@ const bool defined = [] {
     define(name,
            "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool "
            "scale_grad_by_freq) -> (Tensor rows, Tensor values)");
+  // The gradient of what dropout was applied to: its tokens are numbered as in the forward.
+  const std::string general_backward =
+      "(Tensor grad, Tensor input, SymInt num_weights, float token_scale, int padding_idx, bool scale_grad_by_freq, "
+      "Tensor? seed=None, *, float dropout_p=0.0, SymInt first_column=0, SymInt d_model=-1) ";
+  define("embed_general_backward", general_backward + "-> Tensor");
+  define("embed_general_backward_sparse", general_backward + "-> (Tensor rows, Tensor values)");
   for (const char* name : {"add_positional_encoding", "_add_positional_encoding_fwd"})
     define(name, "(Tensor x, Tensor? positions, SymInt offset, float base, int flags) -> Tensor");
   define("add_positional_encoding_out",
          "(Tensor x, Tensor? positions, SymInt offset, float base, int flags, Tensor(a!) out) -> ()");
   const std::string add_general =
       "(Tensor x, Tensor? positions=None, Tensor? seed=None, Tensor? encoding_scale_tensor=None, Tensor? "
-      "frequencies=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float token_scale=1.0, ";
-  define("add_general", add_general +
-                            "SymInt first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0) "
-                            "-> Tensor");
-  define("add_general_out", add_general + "float encoding_scale=1.0, float dropout_p=0.0, Tensor(a!) out) -> ()");
+      "frequencies=None, Tensor? position_table=None, *, SymInt offset=0, float base=10000.0, int flags=1052672, float "
+      "token_scale=1.0, SymInt first_column=0, SymInt d_model=-1, float encoding_scale=1.0, float dropout_p=0.0";
+  define("add_general", add_general + ") -> Tensor");
+  define("add_general_out", add_general + ", Tensor(a!) out) -> ()");
   define("positional_encoding",
          "(Tensor positions, SymInt d_model, SymInt offset, float base, int flags, ScalarType dtype) -> Tensor");
   define("positional_encoding_out",
@@ -81,7 +88,8 @@ const bool defined = [] {
   const std::string encode_general =
       "(Tensor positions, Tensor? frequencies=None, *, SymInt d_model, SymInt offset=0, float base=10000.0, int "
       "flags=1052672, ";
-  // dtype: a code of conventions.py. Torch ends the process where a formula of Python is handed a ScalarType that is none.
+  // dtype: a code of conventions.py. Torch ends the process where a formula of Python is handed a ScalarType that is
+  // none.
   define("positional_encoding_general", encode_general + "int dtype=0) -> Tensor");
   define("positional_encoding_general_out", encode_general + "Tensor(a!) out) -> ()");
   // first_position: of the first token that counts. offset: added to it, 0-d or one for each row.

@@ -50,7 +50,7 @@ def run(
         positions: of the shape of the tokens, or None for the running index.
         offset, spec, token_scale: as in the ops.
         first_column, d_model: x is a shard, columns first_column, ... of d_model; -1: it is the whole.
-        further: arguments of `add_general`: encoding_scale, dropout_p, seed, ...
+        further: arguments of `add_general`: encoding_scale, dropout_p, seed, position_table, ...
     """
     if (
         dynamo_compiling()
@@ -140,9 +140,9 @@ def _save_general(
 
 
 def _add_general_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    of_sum, _, found = elements.gradients(ctx, grad)
-    positional = [argument.name for argument in _add_general._schema.arguments if not argument.kwarg_only]
-    return (of_sum * ctx.elements["token_scale"], *map(found.get, positional[1:]))
+    _, dropout, found = elements.gradients(ctx, grad)
+    of_sum = compose.dropped(grad, **dropout) if dropout else grad
+    return elements.in_order(_add_general, {"x": of_sum * ctx.elements["token_scale"], **found})
 
 
 torch.library.register_autograd("posenc_ext::add_general", _add_general_formula, setup_context=_save_general)

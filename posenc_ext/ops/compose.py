@@ -31,6 +31,7 @@ def embed(
     encoding_scale_tensor: Tensor | None = None,
     at_padding: int = 0,
     frequencies: Tensor | None = None,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     """As `ops.embed.run`; the other arguments as in the op `embed_general`."""
     weight, input = call.weight, call.input
@@ -48,12 +49,11 @@ def embed(
     wide = _wide(weight.dtype)
     scaled = rows.to(wide) * call.token_scale
     spec = Spec(call.base, call.flags)
-    if spec != NO_ENCODING:
-        whole = weight.shape[1] if d_model < 0 else d_model
-        encoding = _encoding(input.shape, whole, call.positions, call.offset, spec, wide, weight.device, frequencies)
-        encoding = _scaled(
-            encoding[..., first_column : first_column + weight.shape[1]], encoding_scale, encoding_scale_tensor
+    if spec != NO_ENCODING or position_table is not None:
+        encoding = columns_of_encoding(
+            rows, call.positions, call.offset, spec, wide, first_column, d_model, frequencies, position_table
         )
+        encoding = _scaled(encoding, encoding_scale, encoding_scale_tensor)
         if at_padding != AT_PADDING["embed"]:
             padding = (input == call.padding_idx).unsqueeze(-1)
             if at_padding != AT_PADDING["no_encoding"]:
@@ -67,6 +67,17 @@ def embed(
             scaled = scaled + encoding
     result = scaled.to(weight.dtype)
     return result if elsewhere is None else result.masked_fill(elsewhere.unsqueeze(-1), -0.0)
+
+
+def dropped(x: Tensor, seed: Tensor, dropout_p: float, first_column: int = 0, d_model: int = -1) -> Tensor:
+    """What dropout leaves of x, as in the op `add_general`."""
+    part = {"dropout_p": dropout_p, "first_column": first_column, "d_model": d_model, "flags": NO_ENCODING.flags}
+    if not needed():
+        result: Tensor = torch.ops.posenc_ext.add_general.default(x, seed=seed, **part)
+        return result
+    factor = torch.ones(x.shape, dtype=_wide(x.dtype), device=x.device)
+    factor = torch.ops.posenc_ext.add_general.default(factor, seed=seed, **part)
+    return torch.where(factor != 0, x * factor, 0.0).to(x.dtype)
 
 
 def weight_gradient(call: GradientCall, sparse: bool) -> Tensor:
@@ -93,12 +104,13 @@ def add(
     encoding_scale: float = 1.0,
     encoding_scale_tensor: Tensor | None = None,
     frequencies: Tensor | None = None,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     """As `ops.add.run`."""
-    wide, width = _wide(x.dtype), x.shape[-1]
-    whole = width if d_model < 0 else d_model
-    encoding = _encoding(x.shape[:-1], whole, positions, offset, spec, wide, x.device, frequencies)
-    encoding = _scaled(encoding[..., first_column : first_column + width], encoding_scale, encoding_scale_tensor)
+    part = (first_column, d_model, frequencies, position_table)
+    wide = _wide(x.dtype)
+    encoding = columns_of_encoding(x, positions, offset, spec, wide, *part)
+    encoding = _scaled(encoding, encoding_scale, encoding_scale_tensor)
     return (x.to(wide) * token_scale + encoding).to(x.dtype)
 
 
@@ -110,6 +122,34 @@ def _scaled(encoding: Tensor, number: float, tensor: Tensor | None) -> Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def columns_of_encoding(
+    like: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    spec: Spec,
+    dtype: torch.dtype,
+    first_column: int,
+    d_model: int,
+    frequencies: Tensor | None,
+    position_table: Tensor | None,
+) -> Tensor:
+    """The encoding of a batch of tokens, broadcastable to `like`; where that is a shard of columns, so is a table."""
+    token_shape, width = like.shape[:-1], like.shape[-1]
+    if position_table is not None:
+        rows = rows_of_table(token_shape, positions, offset, spec, like.device)
+        return torch.nn.functional.embedding(rows, position_table).to(dtype)
+    whole = width if d_model < 0 else d_model
+    encoding = _encoding(token_shape, whole, positions, offset, spec, dtype, like.device, frequencies)
+    return encoding[..., first_column : first_column + width]
+
+
+def rows_of_table(
+    token_shape: torch.Size, positions: Tensor | None, offset: int, spec: Spec, device: torch.device
+) -> Tensor:
+    """The positions of a batch of tokens, int64, broadcastable to it."""
+    return running_positions(token_shape, positions, spec, device).long() + offset
 
 
 def _encoding(

@@ -1,4 +1,4 @@
-"""What a call does with each element: the scale of the encoding and dropout. Their arguments and their gradients."""
+"""What only the general ops take: dropout, and what an encoding is made of. Their arguments and their gradients."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posenc_ext.conventions import AT_PADDING, NO_ENCODING, SEQUENCE_FIRST, Spec
+from posenc_ext.conventions import AT_PADDING, Spec
 from posenc_ext.ops import compose, encode
+from posenc_ext.ops.call import GradientCall
+from posenc_ext.ops.tracing import is_traced
 
 _ops = torch.ops.posenc_ext
 
@@ -21,15 +23,16 @@ def arguments(
     dropout_p: float,
     positions: Tensor | None = None,
     frequencies: Tensor | None = None,
+    position_table: Tensor | None = None,
 ) -> dict[str, Any] | None:
     """Those of the general ops that differ from the defaults; None for none.
 
     Args:
         op: for messages.
         like: what has the device and the dtype of the result.
-        encoding_scale, dropout_p, positions, frequencies: as in `functional.embed`.
+        encoding_scale, dropout_p, positions, frequencies, position_table: as in `functional.embed`.
     """
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {} if position_table is None else {"position_table": position_table}
     if frequencies is not None or (positions is not None and positions.is_floating_point()):
         result["frequencies"] = frequencies  # also None: positions have a gradient there alone
     if isinstance(encoding_scale, Tensor):
@@ -51,35 +54,93 @@ def save(ctx: Any, given: Mapping[str, Any], input: Tensor | None = None) -> Non
     # The encoding is made again, and only where something of it is trained.
     of_encoding = [given[name] for name in _OF_ENCODING]
     ctx.trained = [tensor is not None and tensor.requires_grad for tensor in of_encoding]
-    ctx.save_for_backward(input, given["seed"], *(of_encoding if any(ctx.trained) else [None] * len(of_encoding)))
+    positions, scale, frequencies, table = of_encoding
+    ctx.table_rows = 0 if table is None else table.shape[0]
+    if not ctx.trained[1]:
+        table = None  # whose own gradient takes none of its numbers
+    kept = (positions, scale, frequencies, table) if any(ctx.trained) else (None,) * len(of_encoding)
+    ctx.save_for_backward(input, given["seed"], *kept)
     ctx.elements = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
 
 
-def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor | None]]:
-    """The gradient of the sum that dropout was applied to, the saved input, and those of the parts of the encoding."""
+def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, dict[str, Any], dict[str, Tensor | None]]:
+    """The saved input, the arguments of dropout where it took place, and the gradients of the parts of the encoding."""
     input, seed, *of_encoding = ctx.saved_tensors  # once: checkpoints make them again at each look
-    given = ctx.elements
+    given, dropout = ctx.elements, {}
     if seed is not None:
-        # The same elements are dropped. Tokens are numbered in the order of memory.
-        flags = NO_ENCODING.flags | given["flags"] & SEQUENCE_FIRST
-        part = {name: given[name] for name in ("dropout_p", "first_column", "d_model")}
-        grad = _ops.add_general(grad, seed=seed, flags=flags, **part)
+        dropout = {"seed": seed, **{name: given[name] for name in ("dropout_p", "first_column", "d_model")}}
     if not any(ctx.trained):
-        return grad, input, {}
-    positions, scale, frequencies = of_encoding
-    return grad, input, _encoding_gradients(grad, input, positions, scale, frequencies, ctx.trained, given)
+        return input, dropout, {}
+    of_sum = compose.dropped(grad, **dropout) if dropout else grad
+    positions, scale, frequencies, table = of_encoding
+    *trained, table_trained = ctx.trained
+    without, found = _without_encoding(input, given), {}
+    if any(trained):
+        found = _encoding_gradients(of_sum, without, positions, scale, frequencies, table, trained, given)
+    if table_trained:
+        found["position_table"] = _table_gradient(of_sum, without, positions, scale, ctx.table_rows, given)
+    return input, dropout, found
+
+
+def in_order(op: Any, found: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Gradients of the positional arguments of `op`, by their names, as autograd wants them."""
+    return tuple(found.get(argument.name) for argument in op._schema.arguments if not argument.kwarg_only)
+
+
+def dense_gradient(call: GradientCall) -> Tensor:
+    """The sum over the tokens of each row, differentiably where that is asked for."""
+    if compose.needed():  # forward mode over the backward pass
+        return compose.weight_gradient(call, sparse=False)
+    # Under create_graph the gradient must be differentiable, so the public op is called, which has a formula.
+    recorded = (torch.is_grad_enabled() and call.grad.requires_grad) or is_traced(call.grad)
+    result: Tensor = (_ops.embed_backward if recorded else _ops._embed_bwd).default(*call)
+    return result
 
 
 # The tensors that an encoding is made of.
-_OF_ENCODING = ("positions", "encoding_scale_tensor", "frequencies")
+_OF_ENCODING = ("positions", "encoding_scale_tensor", "frequencies", "position_table")
+
+
+def _without_encoding(input: Tensor | None, given: Mapping[str, Any]) -> Tensor | None:
+    """Which tokens have no encoding here: pads, and those whose rows another shard has."""
+    result = None
+    if given.get("at_padding", 0) in (AT_PADDING["no_encoding"], AT_PADDING["zeros"]):
+        result = input == given["padding_idx"]
+    if input is not None and given.get("total_rows", -1) >= 0:
+        elsewhere = (input < given["first_row"]) | (input >= given["first_row"] + given["rows"])
+        result = elsewhere if result is None else result | elsewhere
+    return result
+
+
+def _table_gradient(
+    grad: Tensor,
+    without: Tensor | None,
+    positions: Tensor | None,
+    scale: Tensor | None,
+    rows: int,
+    given: Mapping[str, Any],
+) -> Tensor:
+    spec, tokens = Spec(given["base"], given["flags"]), grad.shape[:-1]
+    row = compose.rows_of_table(tokens, positions, given["offset"], spec, grad.device).expand(tokens)
+    number, dtype = given["encoding_scale"], grad.dtype
+    if scale is not None:
+        grad = grad.to(scale.dtype)  # so that it is rounded once, at the end
+    if without is None:
+        gradient = dense_gradient(GradientCall(grad, row, rows, number, -1, False))
+    else:
+        # They add to one row more, which is cut off.
+        row = row.masked_fill(without, rows)
+        gradient = dense_gradient(GradientCall(grad, row, rows + 1, number, rows, False))[:rows]
+    return gradient if scale is None else (gradient * scale.reshape(())).to(dtype)
 
 
 def _encoding_gradients(
     grad: Tensor,
-    input: Tensor | None,
+    without: Tensor | None,
     positions: Tensor | None,
     scale: Tensor | None,
     frequencies: Tensor | None,
+    table: Tensor | None,
     trained: list[bool],
     given: Mapping[str, Any],
 ) -> dict[str, Tensor | None]:
@@ -87,19 +148,14 @@ def _encoding_gradients(
     first, width, d_model = given["first_column"], grad.shape[-1], given["d_model"]
     spec, whole = Spec(given["base"], given["flags"]), width if d_model < 0 else d_model
     grad = grad.to(compose._wide(grad.dtype)) * given["encoding_scale"]
-    without = None
-    if given.get("at_padding", 0) in (AT_PADDING["no_encoding"], AT_PADDING["zeros"]):
-        without = input == given["padding_idx"]
-    if input is not None and given.get("total_rows", -1) >= 0:
-        elsewhere = (input < given["first_row"]) | (input >= given["first_row"] + given["rows"])
-        without = elsewhere if without is None else without | elsewhere
     if without is not None:
         grad = grad.masked_fill(without.unsqueeze(-1), 0)
     result: dict[str, Tensor | None] = {}
     if scale is not None and scale_trained:
-        offset, tokens = given["offset"], grad.shape[:-1]
-        encoding = compose._encoding(tokens, whole, positions, offset, spec, grad.dtype, grad.device, frequencies)
-        result["encoding_scale_tensor"] = (grad * encoding[..., first : first + width]).sum().reshape(scale.shape)
+        encoding = compose.columns_of_encoding(
+            grad, positions, given["offset"], spec, grad.dtype, first, d_model, frequencies, table
+        )
+        result["encoding_scale_tensor"] = (grad * encoding).sum().reshape(scale.shape)
     if positions_trained or frequencies_trained:
         of_encoding = grad if scale is None else grad * scale.reshape(())
         wanted = (positions_trained, frequencies_trained)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ _FORWARD = len(_embed_fwd._schema.arguments)  # it takes the first ones of a cal
 _is_compiling = torch.compiler.is_compiling
 _is_exporting = torch.compiler.is_exporting
 _grad_enabled = torch.is_grad_enabled
+_NOTHING: Mapping[str, Any] = {}
 
 
 def run(call: EmbedArguments, general: dict[str, Any] | None = None) -> Tensor:
@@ -142,11 +143,11 @@ def _keep_coalesced(leaf: Callable[[], Tensor | None], gradient: Tensor) -> None
         torch.autograd.Variable._execution_engine.queue_callback(hook.remove)
 
 
-def _weight_gradient(ctx: Any, grad: Tensor, input: Tensor) -> Tensor:
-    return _gradient(GradientCall(grad, input, *ctx.gradient_options), ctx.sparse)
+def _weight_gradient(ctx: Any, grad: Tensor, input: Tensor, dropout: Mapping[str, Any] = _NOTHING) -> Tensor:
+    return _gradient(GradientCall(grad, input, *ctx.gradient_options), ctx.sparse, dropout)
 
 
-def _gradient_of_shard(ctx: Any, grad: Tensor, input: Tensor) -> Tensor:
+def _gradient_of_shard(ctx: Any, grad: Tensor, input: Tensor, dropout: Mapping[str, Any] = _NOTHING) -> Tensor:
     """That of the rows from ctx.first_row on. Tokens of other rows add to one row more, which is cut off."""
     rows, token_scale, padding_idx, scale_grad_by_freq = ctx.gradient_options
     if grad.shape[-1] == 0:
@@ -154,19 +155,23 @@ def _gradient_of_shard(ctx: Any, grad: Tensor, input: Tensor) -> Tensor:
     row = input.long() - ctx.first_row
     left_out = (row < 0) | (row >= rows) | (input == padding_idx)
     call = GradientCall(grad, row.masked_fill(left_out, rows), rows + 1, token_scale, rows, scale_grad_by_freq)
-    return _gradient(call, sparse=False)[:rows]
+    return _gradient(call, False, dropout)[:rows]
 
 
-def _gradient(call: GradientCall, sparse: bool) -> Tensor:
+def _gradient(call: GradientCall, sparse: bool, dropout: Mapping[str, Any]) -> Tensor:
+    """`dropout`: its arguments, where the gradient is to be dropped first."""
     grad = call.grad
     if compose.needed():  # forward mode over the backward pass
-        return compose.weight_gradient(call, sparse)
+        of_sum = compose.dropped(grad, **dropout) if dropout else grad
+        return compose.weight_gradient(call._replace(grad=of_sum), sparse)
     # Under create_graph the gradient must be differentiable, so the public op is called, which has a formula.
     recorded = (_grad_enabled() and grad.requires_grad) or is_traced(grad)
+    name = "embed_general_backward" if dropout else "embed_backward" if recorded else "_embed_bwd"
+    op = getattr(_ops, f"{name}_sparse" if sparse else name).default
     if not sparse:
-        result: Tensor = (_ops.embed_backward if recorded else _ops._embed_bwd).default(*call)
+        result: Tensor = op(*call, **dropout)
         return result
-    rows, values = (_ops.embed_backward_sparse if recorded else _ops._embed_bwd_sparse).default(*call)
+    rows, values = op(*call, **dropout)
     # The rows come sorted and unique, so the gradient is born coalesced.
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), values, (call.num_weights, values.shape[1]), is_coalesced=True, check_invariants=False
@@ -186,8 +191,6 @@ def refuse_trained_positions(op: Any, positions: Tensor | None) -> None:
 
 
 def _register_embed(op: Any) -> None:
-    positional = [argument for argument in op._schema.arguments if not argument.kwarg_only]
-
     def setup(
         ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any] | None = None
     ) -> None:
@@ -205,10 +208,10 @@ def _register_embed(op: Any) -> None:
 
     def formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if op is _embed:
-            return (ctx.weight_gradient(ctx, grad, *ctx.saved_tensors), *(None,) * (len(positional) - 1))
-        of_sum, input, found = elements.gradients(ctx, grad)
-        of_weight = ctx.weight_gradient(ctx, of_sum, input) if ctx.needs_input_grad[0] else None
-        return (of_weight, *(found.get(argument.name) for argument in positional[1:]))
+            return elements.in_order(op, {"weight": ctx.weight_gradient(ctx, grad, *ctx.saved_tensors)})
+        input, dropout, found = elements.gradients(ctx, grad)
+        of_weight = ctx.weight_gradient(ctx, grad, input, dropout) if ctx.needs_input_grad[0] else None
+        return elements.in_order(op, {"weight": of_weight, **found})
 
     torch.library.register_autograd(op.name(), formula, setup_context=setup)
 
@@ -218,41 +221,51 @@ _register_embed(_ops.embed_general.default)
 
 
 # The weight gradient is linear in the output gradient. Its transpose is the lookup without an encoding: each token of
-# id r gets row r of what arrives, scaled alike.
-def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    call = GradientCall(*inputs)
-    ctx.save_for_backward(call.input, *(output[:1] if isinstance(output, tuple) else ()))
-    ctx.options = (call.token_scale, call.padding_idx, call.scale_grad_by_freq)
+# id r gets row r of what arrives, scaled alike, and dropped alike.
+def _register_gradient(op: Any) -> None:
+    fields, names = len(GradientCall._fields), [argument.name for argument in op._schema.arguments]
+
+    def setup(
+        ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: dict[str, Any] | None = None
+    ) -> None:
+        call, more = GradientCall(*inputs[:fields]), inputs[fields:]
+        ctx.dropout = {**dict(zip(names[fields:], more, strict=False)), **(keyword_only_inputs or {})}
+        seed = ctx.dropout.pop("seed", None)
+        ctx.save_for_backward(call.input, seed, *(output[:1] if isinstance(output, tuple) else ()))
+        ctx.options = (call.token_scale, call.padding_idx, call.scale_grad_by_freq)
+        ctx.rest = (None,) * (len(inputs) - 1)
+
+    def formula(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        input, seed, *rows = ctx.saved_tensors
+        (grad,), place = grads[-1:], input
+        if rows:
+            # Padding tokens find no row, or a wrong one, and are zeroed. The row appended keeps places past the last
+            # one valid.
+            place = torch.searchsorted(rows[0], input.to(rows[0].dtype))
+            grad = torch.cat([grad, grad.new_zeros((1, grad.shape[1]))])
+        result = _transposed(grad, place, input, *ctx.options)
+        return (result if seed is None else compose.dropped(result, seed, **ctx.dropout), *ctx.rest)
+
+    torch.library.register_autograd(op.name(), formula, setup_context=setup)
 
 
 def _transposed(
-    grad_rows: Tensor, row_of_token: Tensor, input: Tensor, options: tuple[float, int, bool]
-) -> tuple[Tensor | None, ...]:
+    grad_rows: Tensor,
+    row_of_token: Tensor,
+    input: Tensor,
+    token_scale: float,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> Tensor:
     """Row row_of_token[i] of grad_rows for each token, scaled as the weight gradient is; zero at padding."""
-    token_scale, padding_idx, scale_grad_by_freq = options
     result = torch.nn.functional.embedding(row_of_token, grad_rows) * token_scale
     if scale_grad_by_freq:
         _, place, counts = torch.unique(input, return_inverse=True, return_counts=True)
         result = result / counts[place].unsqueeze(-1)
     if padding_idx >= 0:
         result = result.masked_fill((input == padding_idx).unsqueeze(-1), 0)
-    return (result, *(None,) * (len(GradientCall._fields) - 1))
+    return result
 
 
-def _backward_formula(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (input,) = ctx.saved_tensors
-    return _transposed(grad, input, input, ctx.options)
-
-
-def _backward_sparse_formula(ctx: Any, _: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
-    input, rows = ctx.saved_tensors
-    # Padding tokens find no row, or a wrong one, and are zeroed. The row appended keeps places past the last one valid.
-    place = torch.searchsorted(rows, input.to(rows.dtype))
-    padded = torch.cat([grad_values, grad_values.new_zeros((1, grad_values.shape[1]))])
-    return _transposed(padded, place, input, ctx.options)
-
-
-torch.library.register_autograd("posenc_ext::embed_backward", _backward_formula, setup_context=_save_backward)
-torch.library.register_autograd(
-    "posenc_ext::embed_backward_sparse", _backward_sparse_formula, setup_context=_save_backward
-)
+for _name in ("embed_backward", "embed_backward_sparse", "embed_general_backward", "embed_general_backward_sparse"):
+    _register_gradient(getattr(_ops, _name).default)

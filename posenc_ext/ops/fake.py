@@ -110,6 +110,7 @@ def _output(
     input: Tensor | None = None,
     frequencies: Tensor | None = None,
     flags: int = 0,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     """What a forward op returns, after the checks that all of them have in common."""
     d_model = width if d_model < 0 else d_model
@@ -122,6 +123,15 @@ def _output(
         text = f"positions must have the shape of the tokens {list(token_shape)}, got {list(positions.shape)}"
         _require(good, op, text)
         _check_device(op, "positions", positions, like, name)
+    if position_table is not None:
+        good = position_table.dtype == dtype
+        _require(good, op, f"position_table must have the dtype of {name} ({dtype}), got {position_table.dtype}")
+        _check_device(op, "position_table", position_table, like, name)
+        text = f"position_table must have shape [max_len, {width}], got {list(position_table.shape)}"
+        _require(position_table.dim() == 2 and position_table.shape[1] == width, op, text)
+        if positions is not None:
+            text = f"positions must have dtype int64 or int32 where position_table is given, got {positions.dtype}"
+            _require(not positions.is_floating_point(), op, text)
     shape = [*token_shape, width]
     if out is not None:
         _check_device(op, "out", out, like, name)
@@ -129,7 +139,8 @@ def _output(
         _require(list(out.shape) == shape, op, f"out must have shape {shape}, got {list(out.shape)}")
         text = f"out must not overlap itself, got shape {list(out.shape)} with strides {list(out.stride())}"
         _require(not _overlaps_itself(out), op, text)
-        for argument, tensor in {name: like, "input": input, "positions": positions}.items():
+        given = {name: like, "input": input, "positions": positions, "position_table": position_table}
+        for argument, tensor in given.items():
             good = tensor is None or not _share_memory(out, tensor) or (argument == "x" and _same_place(out, tensor))
             unless = " (unless it is x)" if argument == "x" else ""
             _require(good, op, f"out must not share memory with {argument}{unless}")
@@ -146,6 +157,7 @@ def _embed(
     d_model: int = -1,
     frequencies: Tensor | None = None,
     flags: int = 0,
+    position_table: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
     _check_floating(op, "weight", weight.dtype)
@@ -154,8 +166,9 @@ def _embed(
     _check_device(op, "input", input, weight, "weight")
     _check_whole(op, "total_rows", total_rows, weight.shape[0])
     _check_whole(op, "d_model", d_model, weight.shape[1])
-    width, dtype = weight.shape[1], weight.dtype
-    return _output(op, weight, "weight", dtype, input.shape, width, positions, out, d_model, input, frequencies, flags)
+    width, dtype, tokens = weight.shape[1], weight.dtype, input.shape
+    further = (frequencies, flags, position_table)
+    return _output(op, weight, "weight", dtype, tokens, width, positions, out, d_model, input, *further)
 
 
 def _add(
@@ -166,13 +179,14 @@ def _add(
     d_model: int = -1,
     frequencies: Tensor | None = None,
     flags: int = 0,
+    position_table: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
     _check_floating(op, "x", x.dtype)
     _require(x.dim() >= 1, op, "x must have at least 1 dimension [..., d_model], got a scalar")
     _check_whole(op, "d_model", d_model, x.shape[-1])
-    tokens, width = x.shape[:-1], x.shape[-1]
-    return _output(op, x, "x", x.dtype, tokens, width, positions, out, d_model, None, frequencies, flags)
+    tokens, width, further = x.shape[:-1], x.shape[-1], (frequencies, flags, position_table)
+    return _output(op, x, "x", x.dtype, tokens, width, positions, out, d_model, None, *further)
 
 
 def _encode(
@@ -198,7 +212,7 @@ def _encode_general(op: str, dtype: int = 0, **arguments: Any) -> Tensor:
     return _encode(op, dtype=DTYPES[dtype], **arguments)
 
 
-def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) -> Any:
+def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, d_model: int = -1, **_: Any) -> Any:
     _check_floating(op, "grad", grad.dtype)
     _check_integers(op, "input", input)
     _check_device(op, "input", input, grad, "grad")
@@ -206,8 +220,9 @@ def _gradient(op: str, grad: Tensor, input: Tensor, num_weights: int, **_: Any) 
     text = f"grad must have the shape of input {list(input.shape)} and one axis more, got {list(grad.shape)}"
     _require(good, op, text)
     _check_width(op, grad.shape[-1])
+    _check_whole(op, "d_model", d_model, grad.shape[-1])
     _require(num_weights >= 0, op, f"num_weights must not be negative, got {num_weights}")
-    if op == "embed_backward":
+    if not op.endswith("sparse"):
         return grad.new_empty((num_weights, grad.shape[-1]))
     count = torch.library.get_ctx().new_dynamic_size()
     return grad.new_empty((count,), dtype=torch.int64), grad.new_empty((count, grad.shape[-1]))
@@ -264,6 +279,8 @@ for _op, _check, *_names in (
     ("embed_general", _embed, "embed_general", "embed_general_out"),
     ("embed_backward", _gradient, "embed_backward", "_embed_bwd"),
     ("embed_backward_sparse", _gradient, "embed_backward_sparse", "_embed_bwd_sparse"),
+    ("embed_general_backward", _gradient, "embed_general_backward"),
+    ("embed_general_backward_sparse", _gradient, "embed_general_backward_sparse"),
     ("add_positional_encoding", _add, "add_positional_encoding", "_add_positional_encoding_fwd"),
     ("add_positional_encoding", _add, "add_positional_encoding_out"),
     ("add_general", _add, "add_general", "add_general_out"),

@@ -66,6 +66,14 @@ def embed(run: Callable[..., Tensor], call: EmbedCall, general: Mapping[str, Any
     first_row, first_column = _starts(weight.shape, mesh, weight.placements)
     if of_gradient != weight.placements:  # so that the gradient is summed into the placements of weight
         weight = weight.redistribute(placements=weight.placements)
+    if (table := general.get("position_table")) is not None:
+        # Of the tokens and columns that this rank writes.
+        of_table = tuple(p if p.is_shard(1) else Replicate() for p in weight.placements)
+        of_its_gradient = tuple(
+            Partial() if theirs.is_shard() or ours.is_shard(0) else placed
+            for ours, theirs, placed in zip(weight.placements, of_tokens, of_table, strict=True)
+        )
+        general = {**general, "position_table": _local_table("embed", table, mesh, of_table, of_its_gradient)}
     part = call._replace(
         weight=weight.to_local(grad_placements=of_gradient),
         input=input.redistribute(placements=of_tokens).to_local(),
@@ -87,7 +95,7 @@ def add(
     further: Mapping[str, Any],
 ) -> Tensor:
     """`run` with these arguments for an x that is a DTensor; so is the result."""
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     refuse("add_positional_encoding", x, encoding_scale=further.get("encoding_scale_tensor"))
     further = _encoding_of("add_positional_encoding", x, positions, further)
@@ -97,6 +105,13 @@ def add(
     _check_placements("add_positional_encoding", "x", whole)
     mesh, width, last = whole.device_mesh, whole.shape[-1], whole.dim() - 1
     of_tokens = tuple(Replicate() if p.is_shard(last) else p for p in whole.placements)
+    if (table := further.get("position_table")) is not None:
+        of_table = tuple(Shard(1) if p.is_shard(last) else Replicate() for p in whole.placements)
+        of_its_gradient = tuple(
+            Partial() if theirs.is_shard() else placed for theirs, placed in zip(of_tokens, of_table, strict=True)
+        )
+        table = _local_table("add_positional_encoding", table, mesh, of_table, of_its_gradient)
+        further = {**further, "position_table": table}
     result = run(
         whole.to_local(),
         _local_positions("add_positional_encoding", positions, mesh, of_tokens),
@@ -180,6 +195,13 @@ def _local_positions(
     if positions is None:
         return None
     return _on_mesh(op, "positions", positions, mesh).redistribute(placements=placements).to_local()
+
+
+def _local_table(
+    op: str, table: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], of_gradient: tuple[Placement, ...]
+) -> Tensor:
+    placed = _on_mesh(op, "position_table", table, mesh).redistribute(placements=placements)
+    return placed.to_local(grad_placements=of_gradient)
 
 
 def _local_offset(

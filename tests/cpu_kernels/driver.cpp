@@ -116,7 +116,7 @@ void run_forward() {
   constexpr int64_t kFar = (int64_t{1} << 40) - 3;
   for (const Dtype dtype : kDtypes)
     for (const Source source : {Source::gathered, Source::dense, Source::none})
-      for (const Divisor divisor : {Divisor::d, Divisor::half_minus_1})
+      for (const Divisor divisor : {Divisor::d, Divisor::half_minus_1, Divisor::half})
         for (int layout = 0; layout <= kLayoutCount; ++layout)
           for (const OddRule odd : {OddRule::sine, OddRule::zero, OddRule::round_up})
             for (const Precision precision : {Precision::exact, Precision::reference})

@@ -29,6 +29,8 @@ struct BackwardCase {
   int64_t out_of_range = 0;      // at most so many ids
   int64_t resident_threads = 4096;
   uint64_t seed = 1;
+  double dropout_p = 0;
+  int64_t first_column = 0;
 
   std::string text() const;
 };
@@ -47,6 +49,8 @@ std::string BackwardCase::text() const {
                                                      {"expanded", expanded_tokens},
                                                      {"out of range", out_of_range},
                                                      {"resident", resident_threads},
+                                                     {"dropped in 1000", static_cast<int64_t>(dropout_p * 1000)},
+                                                     {"first column", first_column},
                                                      {"seed", static_cast<int64_t>(seed)}};
   return std::string(name_of(dtype)) + " " + pattern + text_of(numbers);
 }
@@ -117,6 +121,11 @@ class BackwardTensors {
     params.rows = what.rows;
     params.scale_by_frequency = what.scale_by_frequency;
     params.token_scale = 5.656854249492381;
+    if (what.dropout_p > 0) {
+      seed_[0] = static_cast<int64_t>(0x0123456789ABCDEF * what.seed);
+      const uint32_t threshold = static_cast<uint32_t>(what.dropout_p * 65536);
+      params.dropout = {seed_.data(), threshold, 65536 / (65536.0 - threshold), what.first_column};
+    }
     find_segments();
   }
 
@@ -172,6 +181,7 @@ class BackwardTensors {
   std::vector<int64_t> ids_;
   IntegerTensor ids_tensor_;
   Elements grad_;
+  Buffer<int64_t> seed_{1};
   std::vector<int64_t> order_, start_;
   int64_t first_out_of_range_ = -1;
 };
@@ -433,6 +443,26 @@ void check_grid_strides(const Options& options) {
   check_both(many_rounds);
 }
 
+// Vectors and single columns, shards that begin anywhere, segments of several chunks and single tokens.
+void check_dropout(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const std::string pattern : {"uniform", "chunks", "distinct"})
+      for (const int64_t width : {16, 24, 5})
+        for (const int64_t first_column : {0, 8, 3}) {
+          BackwardCase what{dtype, pattern, options.few ? 130 : 300};
+          what.width = width;
+          what.rows = pattern == "distinct" ? 311 : 7;
+          what.dropout_p = width == 24 ? 0.9 : 0.3;
+          what.first_column = first_column;
+          what.scale_by_frequency = width == 24;
+          what.padding_idx = width == 5 ? 3 : -1;
+          what.resident_threads = first_column == 8 ? 1 : 2048;
+          check_both(what);
+          what.column_stride = 2;
+          check_both(what);
+        }
+}
+
 void check_out_of_range(const Options& options) {
   Random random(31);
   for (const Dtype dtype : dtypes(options))
@@ -485,6 +515,7 @@ void check_mixtures(const Options& options) {
     if (one_in(8)) what.column_stride = random.below(3);
     if (one_in(8)) what.expanded_tokens = true;
     if (one_in(6)) what.out_of_range = 1 + random.below(4);
+    if (one_in(4)) what.dropout_p = 0.1, what.first_column = random.below(3) * 8;
     what.resident_threads = int64_t{1} << random.below(14);
     what.seed = random.bits();
     check_both(what);
@@ -536,6 +567,7 @@ void check_backward(const Options& options) {
   if (begin_group(options, "backward: widths")) check_widths(options);
   if (begin_group(options, "backward: several blocks")) check_several_blocks(options);
   if (begin_group(options, "backward: grid strides")) check_grid_strides(options);
+  if (begin_group(options, "backward: dropout")) check_dropout(options);
   if (begin_group(options, "backward: out of range")) check_out_of_range(options);
   if (begin_group(options, "backward: small calls")) check_small_calls(options);
   if (begin_group(options, "backward: mixtures")) check_mixtures(options);

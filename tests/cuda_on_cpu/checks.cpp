@@ -145,11 +145,11 @@ void Device::wait() const {
   expect(fake_cuda::idle(), "nothing is queued on another stream");
 }
 
-bool Device::recorded(int64_t place, int64_t index, int64_t rows) const {
+bool Device::recorded(int64_t place, int64_t index, int64_t rows, posenc::cuda::IndexOf of) const {
   const posenc::cuda::OutOfRange& error = record[0];
   const uint64_t key = launch.errors.call << posenc::cuda::kPlaceBits | static_cast<uint64_t>(place);
   return found[0] == 1 && error.locked == 0 && error.first == key && error.key == key && error.index == index &&
-         error.rows == rows;
+         error.rows == rows && error.of == of;
 }
 
 bool Device::recorded_nothing() const {

@@ -91,7 +91,8 @@ struct Device final : posenc::cuda::Occupancy {
   // Nothing has run before, and nothing may be queued on another stream.
   void wait() const;
   // Whether exactly this was recorded.
-  bool recorded(int64_t place, int64_t index, int64_t rows) const;
+  bool recorded(int64_t place, int64_t index, int64_t rows,
+                posenc::cuda::IndexOf of = posenc::cuda::IndexOf::ids) const;
   bool recorded_nothing() const;
 };
 

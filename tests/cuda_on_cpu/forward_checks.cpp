@@ -60,7 +60,8 @@ struct ForwardCase {
   AtPadding at_padding = AtPadding::embed;
   double encoding_scale = 1, scale_on_device = 1;
   uint32_t dropout_threshold = 0;
-  int64_t dropout_column = 0;  // the first one
+  int64_t dropout_column = 0;                              // the first one
+  int64_t table_rows = 0, table_shift = 0, table_gap = 0;  // of a table of positions; no rows: none
   int64_t resident_threads = 4096;
   uint64_t seed = 1;
 
@@ -100,6 +101,9 @@ std::string ForwardCase::text() const {
       {"on the device", static_cast<int64_t>(scale_on_device * 100)},
       {"dropout threshold", dropout_threshold},
       {"dropout column", dropout_column},
+      {"rows of positions", table_rows},
+      {"table shift", table_shift},
+      {"table gap", table_gap},
       {"token scale in hundredths", static_cast<int64_t>(token_scale * 100)},
       {"seed", static_cast<int64_t>(seed)}};
   return std::string(name_of(dtype)) + " " + sources[static_cast<int>(source)] + text_of(numbers);
@@ -124,9 +128,12 @@ class ForwardTensors {
         random_(what.seed),
         base_(what.dtype, what.base_shift + base_rows() * base_row() - (base_rows() > 0 ? what.base_gap : 0)),
         ids_(some_ids(), what.int64_ids),
-        positions_(some_positions(), what.int64_positions) {
+        positions_(some_positions(), what.int64_positions),
+        table_(what.dtype,
+               what.table_rows > 0 ? what.table_shift + what.table_rows * table_row() - what.table_gap : 0) {
     if (what.any_base) base_.fill_with_any(random_);
     else base_.fill(random_);
+    table_.fill(random_);
     set_encoding();
     params.tokens = {what.batch, what.seq, order(1)};
     params.dtype = what.dtype;
@@ -161,6 +168,10 @@ class ForwardTensors {
   void set_ids(const std::vector<int64_t>& ids) {
     ids_ = IntegerTensor(ids, case_.int64_ids);
     params.ids = ids_.view();
+  }
+  void set_positions(const std::vector<int64_t>& positions) {
+    positions_ = IntegerTensor(positions, case_.int64_positions);
+    params.positions.given = positions_.view();
   }
   // The CPU's params have the whole factor of the encoding.
   ForwardParams on_device() {
@@ -203,6 +214,7 @@ class ForwardTensors {
  private:
   // Without the gap after the last column: views must not own it.
   int64_t base_row() const { return (case_.width - 1) * case_.column_stride + 1 + case_.base_gap; }
+  int64_t table_row() const { return case_.width + case_.table_gap; }
   int64_t base_rows() const {
     if (case_.source == Source::none) return 0;
     // One row at the least: kernels may read it before they know that the id has none.
@@ -253,13 +265,16 @@ class ForwardTensors {
   std::vector<int64_t> some_positions() {
     const int64_t count = position_count();
     std::vector<int64_t> positions(count);
-    for (int64_t& position : positions) position = some_position(random_, case_.int64_positions, case_.far_positions);
+    for (int64_t& position : positions)
+      position = case_.table_rows > 0 ? random_.below(case_.table_rows - case_.seq)
+                                      : some_position(random_, case_.int64_positions, case_.far_positions);
     return positions;
   }
 
   void set_encoding() {
     Encoding& encoding = params.encoding;
     encoding.columns = columns_of_case(case_.layout, case_.odd, case_.width);
+    if (case_.table_rows > 0) encoding.table = {table_.at(case_.table_shift), case_.table_rows, table_row()};
     encoding.precision = case_.precision;
     const auto table =
         frequencies(10000.0, case_.divisor, frequency_width(case_.odd, case_.width), encoding.columns.pairs());
@@ -287,6 +302,7 @@ class ForwardTensors {
   Random random_;
   Elements base_;
   IntegerTensor ids_, positions_;
+  Elements table_;
   Buffer<uint32_t> words_[4] = {Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0), Buffer<uint32_t>(0)};
   Buffer<float> angular_{0};
   Buffer<float> float32_positions_{0}, float32_frequencies_{0};
@@ -381,6 +397,35 @@ void check_general(const Options& options) {
             }
 }
 
+// A table of positions, with all that a general call may have besides, where whole vectors fit and where they do not.
+void check_tables(const Options& options) {
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : {Source::gathered, Source::dense})
+      for (const Given given : kGiven)
+        for (const int64_t width : {64, 35, 1040})
+          for (const int64_t part : {0, 1, 2, 3, 4, 5, 6, 7}) {
+            if (options.few && part > 2) continue;
+            ForwardCase what{dtype, source, kNoEncoding};
+            what.table_rows = 29;
+            what.given = given;
+            what.width = width;
+            what.offset = part % 2 == 0 ? 0 : 3;
+            if (given != Given::nothing) what.offset = 0;
+            what.seed = static_cast<uint64_t>(part + width);
+            what.int64_positions = part != 2;
+            if (part % 3 == 1) what.dropout_threshold = 20000;
+            if (part > 1) what.encoding_scale = 0.3;
+            if (part > 3) what.scale_on_device = -1.7;
+            if (part == 3) what.table_shift = 1;
+            if (part == 4) what.table_gap = 3;
+            if (part == 5) what.table_gap = 16 / element_size(dtype), what.table_shift = what.table_gap;
+            if (part == 6) what.batch = 5, what.seq = 9, what.sequence_first = true, what.resident_threads = 1;
+            if (part == 7) what.out_shift = 1;
+            if (source == Source::gathered) what.at_padding = static_cast<AtPadding>(part % kAtPaddings);
+            check_case(what);
+          }
+}
+
 // Positions that are no integers and frequencies that are given, alone and together.
 void check_numbers(const Options& options) {
   for (const Dtype dtype : dtypes(options))
@@ -414,7 +459,7 @@ void check_widths(const Options& options) {
           what.width = width;
           what.batch = 2, what.seq = 3;
           what.given = kGiven[width % 4];
-          what.divisor = width % 2 == 0 ? Divisor::half_minus_1 : Divisor::d;
+          what.divisor = width % 2 == 0 ? Divisor::half_minus_1 : width % 3 == 0 ? Divisor::half : Divisor::d;
           what.precision = kBothPrecisions[width / 2 % 2];
           check_case(what);
         }
@@ -631,7 +676,7 @@ void check_mixtures(const Options& options) {
     const auto one_in = [&](int64_t n) { return random.below(n) == 0; };
     ForwardCase what{dtypes(options)[random.below(options.few ? 2 : 4)], kSources[random.below(3)],
                      random.below(kTestLayouts), odd_rule(random.below(3))};
-    what.divisor = one_in(2) ? Divisor::d : Divisor::half_minus_1;
+    what.divisor = static_cast<Divisor>(random.below(kDivisors));
     what.precision = kBothPrecisions[random.below(2)];
     what.given = kGiven[random.below(4)];
     what.seq = 1 + random.below(one_in(4) ? 40 : 7);
@@ -816,6 +861,69 @@ void check_tokens_in_flight(const Options& options) {
           }
 }
 
+// Positions without a row in the table, perhaps of a token whose id is none either: that one is recorded.
+void check_positions_out_of_range_at(const ForwardCase& what, const std::vector<int64_t>& places, bool ids_too) {
+  ForwardTensors tensors(what);
+  Random random(what.seed + 17);
+  std::vector<int64_t> ids(what.tokens(), 2), positions(what.tokens()), good(what.tokens());
+  for (int64_t& position : good) position = random.below(what.table_rows);
+  positions = good;
+  for (const int64_t place : places) {
+    positions[place] = place == places[0] ? what.table_rows : some_out_of_range(random, what.table_rows, true);
+    if (ids_too) ids[place] = -7;
+  }
+  const int64_t first = *std::min_element(places.begin(), places.end());
+
+  Elements expected = tensors.new_out(), got = tensors.new_out();
+  tensors.set_ids(std::vector<int64_t>(what.tokens(), 2));
+  tensors.set_positions(good);
+  ForwardParams params = tensors.params;
+  params.out = expected.at(0);
+  cpu::forward(params, run_serially);
+  for (const int64_t place : places)
+    std::memset(expected.at(place * tensors.out_row()), 0xFF, what.width * element_size(what.dtype));
+
+  tensors.set_ids(ids);
+  tensors.set_positions(positions);
+  params = tensors.params;
+  params.out = got.at(0);
+  const Device device(what.resident_threads, 5);
+  cuda::forward(params, device.launch);
+  device.wait();
+  const int64_t at = expected.first_difference(got);
+  expect(at < 0, what.text() + ", positions out of range: element " + std::to_string(at) + " differs");
+  const auto recorded = [&](const Device& by) {
+    return ids_too ? by.recorded(first, -7, what.rows)
+                   : by.recorded(first, positions[first], what.table_rows, cuda::IndexOf::positions);
+  };
+  expect(recorded(device), what.text() + ": not the first position out of range was recorded");
+  if (what.source != Source::gathered) return;
+  const Device search(what.resident_threads, 5);
+  cuda::check_bounds(params, search.launch);
+  search.wait();
+  expect(recorded(search), what.text() + ": a search for positions out of range");
+}
+
+void check_positions_out_of_range(const Options& options) {
+  Random random(12);
+  for (const Dtype dtype : dtypes(options))
+    for (const Source source : {Source::gathered, Source::dense})
+      for (const int64_t width : {64, 35})
+        for (const int64_t part : {0, 1, 2, 3}) {
+          if (options.few && part > 1) continue;
+          ForwardCase what{dtype, source, kNoEncoding};
+          what.table_rows = 29;
+          what.given = Given::for_tokens;
+          what.batch = 6, what.seq = 7;
+          what.width = width;
+          what.sequence_first = part % 2 == 1;
+          what.resident_threads = part < 2 ? 64 : 8192;
+          what.seed = random.bits();
+          check_positions_out_of_range_at(what, some_places(random, what.tokens()),
+                                          source == Source::gathered && part == 3);
+        }
+}
+
 // The same where a block has threads along the columns alone, so that one thread has every token in turn: each place in
 // flight, far positions before near ones.
 void check_tokens_of_one_thread(const Options& options) {
@@ -851,7 +959,12 @@ void check_bounds(const Options& options) {
         }
         const IntegerTensor tensor(ids, is_int64);
         const Device device(count % 2 == 0 ? 1 : 4096, 3);
-        cuda::check_bounds(tensor.view(), count, 40, device.launch);
+        ForwardParams params;
+        params.source = Source::gathered;
+        params.ids = tensor.view();
+        params.rows = 40;
+        params.tokens = {1, count, {count, 1}};
+        cuda::check_bounds(params, device.launch);
         device.wait();
         expect(first == count ? device.recorded_nothing() : device.recorded(first, ids[first], 40),
                "search among " + std::to_string(count) + " ids");
@@ -963,6 +1076,7 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: numbers")) check_numbers(options);
   if (begin_group(options, "forward: kernels")) check_kernels(options);
   if (begin_group(options, "forward: general")) check_general(options);
+  if (begin_group(options, "forward: tables")) check_tables(options);
   if (begin_group(options, "forward: widths")) check_widths(options);
   if (begin_group(options, "forward: wide rows")) check_wide_rows(options);
   if (begin_group(options, "forward: shapes")) check_shapes(options);
@@ -977,6 +1091,7 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: out of range")) check_out_of_range(options);
   if (begin_group(options, "forward: out of range in loops")) check_out_of_range_in_loops(options);
   if (begin_group(options, "forward: tokens in flight")) check_tokens_in_flight(options);
+  if (begin_group(options, "forward: positions out of range")) check_positions_out_of_range(options);
   if (begin_group(options, "forward: tokens of one thread")) check_tokens_of_one_thread(options);
   if (begin_group(options, "bounds check")) check_bounds(options);
   if (!options.few && begin_group(options, "forward: far apart")) check_far_apart(options);

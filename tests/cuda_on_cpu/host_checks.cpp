@@ -43,7 +43,7 @@ void expect(bool passed, const std::string& what) {
 // ---- tensors of a call
 
 constexpr int64_t kRows = 16, kBatch = 3, kSeq = 5, kWidth = 8;  // kRows, a power of two, is the key of no row
-constexpr int64_t kVaswani = 1052672, kExact = kVaswani - (1 << 12);
+constexpr int64_t kVaswani = 1052672, kExact = kVaswani - (1 << 12), kNoEncoding = 1 << 20 | 1 << 16;
 constexpr double kBase = 10000, kScale = 2.75;
 constexpr int64_t kPadding = 3;
 const std::optional<Tensor> kNothing;
@@ -114,7 +114,27 @@ Tensors encode(const Inputs& in) {
       fake_torch::run("positional_encoding", in.positions, kWidth, int64_t{1}, kBase, kVaswani, ScalarType::Float)[0]};
 }
 Tensors check_ids(const Inputs& in) {
-  fake_torch::run<0>("check_embed", in.weight, in.ids, kNothing, int64_t{0}, kBase, kVaswani, kNothing);
+  fake_torch::run<0>("check_embed", in.weight, in.ids, kNothing, int64_t{0}, kBase, kVaswani, kNothing, kNothing,
+                     kNothing);
+  return {};
+}
+// The weight is the table of positions too.
+Tensors embed_with_table_from(int64_t offset, const Inputs& in) {
+  return {fake_torch::run("embed_general", in.weight, in.ids, kNothing, kNothing, std::optional(in.weight), kNothing,
+                          kNothing, offset, kScale, kBase, kNoEncoding, int64_t{-1}, false, false, 1.0, int64_t{0}, 0.0,
+                          int64_t{0}, int64_t{-1}, int64_t{0}, int64_t{-1})[0]};
+}
+Tensors add_table_from(int64_t offset, const Inputs& in) {
+  return {fake_torch::run("add_general", in.x, kNothing, kNothing, kNothing, kNothing, std::optional(in.weight), offset,
+                          kBase, kNoEncoding, kScale, int64_t{0}, int64_t{-1}, 1.0, 0.0)[0]};
+}
+Tensors embed_with_table(const Inputs& in) { return embed_with_table_from(2, in); }
+Tensors add_table(const Inputs& in) { return add_table_from(1, in); }
+Tensors embed_beyond_table(const Inputs& in) { return embed_with_table_from(kRows - 2, in); }
+Tensors add_before_table(const Inputs& in) { return add_table_from(-3, in); }
+Tensors check_beyond_table(const Inputs& in) {
+  fake_torch::run<0>("check_embed", in.weight, in.ids, kNothing, kRows - 2, kBase, kNoEncoding, kNothing, kNothing,
+                     std::optional(in.weight));
   return {};
 }
 Tensors backward(const Inputs& in) {
@@ -135,7 +155,9 @@ const std::map<std::string, Op> kQueued = {{"embed", embed},
                                            {"embed of another base", embed_of_another_base},
                                            {"embed of strided ids", embed_of_strided_ids},
                                            {"embed_out", embed_out},
+                                           {"embed with a table", embed_with_table},
                                            {"add", add},
+                                           {"add a table", add_table},
                                            {"add to strided", add_to_strided},
                                            {"encode", encode},
                                            {"backward", backward},
@@ -373,6 +395,21 @@ void check_what_errors_say() {
   raise(sparse_backward, "embed_backward_sparse: input must hold ids in [0, 16), got -5 at flat index 2");
   raise(check_ids, "embed: input must hold ids in [0, 16), got -5 at flat index 2");
   raise(check_ids, "(nothing was written");
+  const auto raise_position = [](Op op, const std::string& part) {
+    expect_raised(
+        [&] {
+          op(Inputs(0));
+          posenc::cuda::check_errors();
+        },
+        part, "the error");
+  };
+  const std::string in_table = "positions must lie in [0, 16), the rows of position_table, got ";
+  raise_position(embed_beyond_table,
+                 "embed: " + in_table + "16 at the token of flat index 2, found by a call on cuda:0");
+  raise_position(add_before_table, "add_positional_encoding: " + in_table + "-3 at the token of flat index 0");
+  raise_position(add_before_table, "(its row is NaN");
+  raise_position(check_beyond_table, "embed: " + in_table + "16 at the token of flat index 2");
+  raise_position(check_beyond_table, "(nothing was written");
   // Of two calls, the earlier.
   for (const auto& [first, second] : {std::pair<Op, Op>{embed, embed}, {embed, backward}, {backward, embed}}) {
     queue_bad_call(0, 20, first);
@@ -434,7 +471,7 @@ void check_synchronous_mode() {
   void* const stream = new_stream(0);
   fake_torch::set_stream(0, stream);
   for (const auto& [name, op] : kOps) {
-    if (op == add || op == add_to_strided || op == encode) continue;
+    if (op == add || op == add_to_strided || op == add_table || op == encode) continue;
     expect_raised([&, op = op] { queue_bad_call(0, 88, op); }, "got 88", name + " itself");
     expect_nothing([&, op = op] { op(Inputs(0)); }, name + " after that");
   }
@@ -527,7 +564,7 @@ void check_replays() {
       wait(0, stream);
       expect(same(op(on_cpu), results), "a replay of " + name);
     }
-    if (op == add || op == add_to_strided || op == encode || op == embed_of_strided_ids) continue;
+    if (op == add || op == add_to_strided || op == add_table || op == encode || op == embed_of_strided_ids) continue;
     for (const int64_t id : {90, 91}) {
       in.id(5) = id;
       fake_cuda::replay(graph, stream);

@@ -5,8 +5,8 @@
 constexpr int64_t kStripVectors = 8;
 constexpr int64_t kPrefetchGradients = 4;
 
-// The sum of one segment.
-template <class T>
+// The sum of one segment; where it drops, of what dropout left of each gradient.
+template <class T, bool drops>
 struct SegmentSum {
   using E = Element<T>;
   using acc_t = typename E::acc_t;
@@ -19,24 +19,45 @@ struct SegmentSum {
   const int64_t* order;
   int64_t begin, end;
   acc_t scale;
+  Dropout dropout;
+  uint64_t seed;
+
+  // A store's worth of columns of the gradient of token order[at].
+  POSENC_HD void load(int64_t at, int64_t column, Vector (&values)[kFewest]) const {
+    E::load(grad + order[at] * token_stride + column, values);
+  }
 
   // Sums of `stores` stores' worth of columns from `column` on, over the tokens [first, last).
   template <int64_t stores>
   POSENC_HD void chunk(int64_t column, int64_t first, int64_t last, Vector (&sums)[stores][kFewest]) const {
-    const T* row = grad + order[first] * token_stride + column;
-    for (int64_t s = 0; s < stores; ++s) E::load(row + s * kStep, sums[s]);
+    DrawnBits drawn;
+    draw<stores>(drawn, first, column);
+    for (int64_t s = 0; s < stores; ++s) {
+      load(first, column + s * kStep, sums[s]);
+      drop(drawn, s * kStep, sums[s]);
+    }
     for (int64_t at = first + 1; at < last; ++at) {
-      row = grad + order[at] * token_stride + column;
       if (at + kPrefetchGradients < end) {
         const T* ahead = grad + order[at + kPrefetchGradients] * token_stride + column;
         for (int64_t s = 0; s < stores * kFewest; ++s) __builtin_prefetch(ahead + s * kLanes<acc_t>);
       }
+      draw<stores>(drawn, at, column);
       for (int64_t s = 0; s < stores; ++s) {
         Vector values[kFewest];
-        E::load(row + s * kStep, values);
+        load(at, column + s * kStep, values);
+        drop(drawn, s * kStep, values);
         for (int64_t v = 0; v < kFewest; ++v) sums[s][v] += values[v];
       }
     }
+  }
+
+  // The random bits of these columns of token order[at].
+  template <int64_t stores>
+  POSENC_HD void draw(DrawnBits& drawn, int64_t at, int64_t column) const {
+    if constexpr (drops) drawn.draw(seed, order[at], dropout.first_column + column, stores * kStep);
+  }
+  POSENC_HD void drop(const DrawnBits& drawn, int64_t i, Vector (&values)[kFewest]) const {
+    if constexpr (drops) Dropper{drawn.begin(), dropout.threshold, dropout.factor}.template vectors<T>(i, values);
   }
 
   template <int64_t stores, bool stream>
@@ -56,7 +77,12 @@ struct SegmentSum {
   }
 
   void one_column(int64_t column, T* out) const {
-    const auto value = [&](int64_t at) { return E::to_acc(grad[order[at] * token_stride + column * column_stride]); };
+    const auto value = [&](int64_t at) {
+      const acc_t gradient = E::to_acc(grad[order[at] * token_stride + column * column_stride]);
+      if constexpr (!drops) return gradient;
+      const uint16_t bits = drawn_bits(seed, order[at], dropout.first_column + column);
+      return Dropper{&bits, dropout.threshold, dropout.factor}.one(0, gradient);
+    };
     acc_t total = 0;
     for (int64_t first = begin; first < end; first += kSumChunk) {
       acc_t sum = value(first);
@@ -70,11 +96,13 @@ struct SegmentSum {
   void columns(int64_t first, int64_t last, T* out) const {
     constexpr int64_t kStores = kStripVectors / kFewest;
     int64_t at = first;
-    if (column_stride == 1) {
-      if (stream)
-        for (; at < last && !stream_aligned(out + at); ++at) one_column(at, out);
-      for (; at + kStores * kStep <= last; at += kStores * kStep) strip<kStores, stream>(at, out);
-      for (; at + kStep <= last; at += kStep) strip<1, stream>(at, out);
+    if constexpr (!drops || sizeof(T) != 8) {  // as in write_span
+      if (column_stride == 1) {
+        if (stream)
+          for (; at < last && !stream_aligned(out + at); ++at) one_column(at, out);
+        for (; at + kStores * kStep <= last; at += kStores * kStep) strip<kStores, stream>(at, out);
+        for (; at + kStep <= last; at += kStep) strip<1, stream>(at, out);
+      }
     }
     for (; at < last; ++at) one_column(at, out);
   }
@@ -88,16 +116,21 @@ void sum_segment(const BackwardParams& params, bool stream, int64_t segment, int
     const int64_t begin = params.segments.start[segment], end = params.segments.start[segment + 1];
     acc_t scale = static_cast<acc_t>(params.token_scale);
     if (params.scale_by_frequency) scale = scale / static_cast<acc_t>(end - begin);
-    const SegmentSum<T> sum{static_cast<const T*>(params.grad),
-                            params.token_stride,
-                            params.column_stride,
-                            params.segments.order,
-                            begin,
-                            end,
-                            scale};
     T* out = static_cast<T*>(params.out) + params.segments.row[segment] * params.width;
-    stream ? sum.template columns<true>(first_column, last_column, out)
-           : sum.template columns<false>(first_column, last_column, out);
+    const auto run = [&](auto drops) {
+      const SegmentSum<T, drops.value> sum{static_cast<const T*>(params.grad),
+                                           params.token_stride,
+                                           params.column_stride,
+                                           params.segments.order,
+                                           begin,
+                                           end,
+                                           scale,
+                                           params.dropout,
+                                           drops.value ? static_cast<uint64_t>(*params.dropout.seed) : 0};
+      stream ? sum.template columns<true>(first_column, last_column, out)
+             : sum.template columns<false>(first_column, last_column, out);
+    };
+    params.dropout.seed != nullptr ? run(std::true_type{}) : run(std::false_type{});
   });
 }
 

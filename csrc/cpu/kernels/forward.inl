@@ -102,7 +102,7 @@ class RunningPhases {
   static bool worth_it(const ForwardParams& params, int64_t tokens) {
     return params.encoding.precision == Precision::exact && params.encoding.columns.pairs() <= kMostPairs &&
            params.positions.running && params.positions.given.data == nullptr &&
-           params.positions.floats.data == nullptr && params.tokens.batch == 1 && tokens >= kLeastTokens;
+           params.positions.floats.data == nullptr && !params.tokens.sequence_first() && tokens >= kLeastTokens;
   }
   // As visit_near_pairs, for all pairs: whole vectors of them. The position is near and not negative.
   template <class Sink>
@@ -197,7 +197,8 @@ void fill_halves(const Encoding& encoding, const Position& position, int64_t fir
   }
 }
 
-// One position's encoding for up to kTilePairs pairs, and the spans of columns that it covers.
+// One position's encoding for up to kTilePairs pairs (of a table: twice as many columns), and the spans of columns that
+// it covers.
 template <class T>
 struct Tile {
   using acc_t = typename Element<T>::acc_t;
@@ -215,6 +216,7 @@ struct Tile {
   }
 
   void fill(const Encoding& encoding, const Position& position, int64_t first) {
+    if (encoding.table.data != nullptr) return fill_from_table(encoding, position.whole, 2 * first);
     const Columns& columns = encoding.columns;
     const int64_t last = std::min(first + kTilePairs, columns.pairs());
     const int64_t last_sine = std::min(last, columns.sines), last_cosine = std::min(last, columns.cosines);
@@ -234,7 +236,31 @@ struct Tile {
       push(columns.cosine_start + first, columns.cosine_start + last_cosine, buffer + kTilePairs);
     }
     if (last == columns.pairs() && columns.has_zero_column()) push(columns.width - 1, columns.width, &zero);
-    const acc_t factor = position.exists() ? static_cast<acc_t>(encoding.scale) : static_cast<acc_t>(NAN);
+    multiply(position.exists() ? encoding.scale : NAN);
+  }
+
+ private:
+  void fill_from_table(const Encoding& encoding, int64_t position, int64_t column) {
+    using E = Element<T>;
+    const int64_t count = std::min(2 * kTilePairs, encoding.columns.width - column);
+    const T* row = static_cast<const T*>(encoding.table.data) + position * encoding.table.row_stride + column;
+    span_count = 0;
+    if constexpr (std::is_same_v<T, acc_t>)
+      if (encoding.scale == 1) return push(column, column + count, row);
+    push(column, column + count, buffer);
+    constexpr int64_t kStep = kVectorBytes / static_cast<int64_t>(sizeof(T));
+    int64_t i = 0;
+    for (; i + kStep <= count; i += kStep) {
+      typename E::Vector values[kVectorsPerStore<T>];
+      E::load(row + i, values);
+      for (int64_t v = 0; v < kVectorsPerStore<T>; ++v) store_bytes<false>(buffer + i + v * kLanes<acc_t>, values[v]);
+    }
+    for (; i < count; ++i) buffer[kept_at<T>(i)] = E::to_acc(row[i]);
+    multiply(encoding.scale);
+  }
+
+  void multiply(double scale) {
+    const acc_t factor = static_cast<acc_t>(scale);
     if (factor != 1)
       for (acc_t& value : buffer) value *= factor;
   }
@@ -275,6 +301,15 @@ class DrawnBits {
   alignas(64) uint16_t bits_[kMostColumns + kColumnsPerDraw + kColumnsPerDraw * kLanes<float>];
   int64_t first_ = 0;
 };
+
+// The same of one column.
+POSENC_HD uint16_t drawn_bits(uint64_t seed, int64_t token, int64_t column) {
+  uint32_t word[4] = {static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token),
+                      static_cast<uint32_t>(token >> 32)};
+  philox(word, seed);
+  const int64_t half = column % kColumnsPerDraw;
+  return static_cast<uint16_t>(word[half / 2] >> 16 * (half % 2));
+}
 
 // What dropout makes of elements, by their bits.
 struct NotDropped {};
@@ -402,33 +437,66 @@ POSENC_HD void fused_row(const Visit& visit, const T* base, const T* later, T* o
 struct TokenLoop {
   int64_t batch, seq, block;
   bool sequence_first;
+  // The part of the tokens that is gone through: rows first_row .. last_row, of those from first_t on and up to last_t.
+  int64_t first_row = 0, last_row, first_t = 0, last_t;
   int64_t first = 0, last = 0;  // the block's positions
   int64_t b = 0, t = 0;
 
-  TokenLoop(const Tokens& tokens, int64_t block_size, int64_t at)
-      : batch(tokens.batch), seq(tokens.seq), block(block_size), sequence_first(tokens.sequence_first()) {
-    first = at / (block * batch) * block;
-    last = std::min(first + block, seq);
+  TokenLoop(const Tokens& tokens, int64_t block_size)
+      : batch(tokens.batch),
+        seq(tokens.seq),
+        block(block_size),
+        sequence_first(tokens.sequence_first()),
+        last_row(batch - 1),
+        last_t(seq) {}
+
+  // All tokens, from number `at` in this order on.
+  static TokenLoop from(const Tokens& tokens, int64_t block_size, int64_t at) {
+    TokenLoop loop(tokens, block_size);
+    const int64_t batch = loop.batch, block = loop.block;
+    loop.first = at / (block * batch) * block;
+    loop.last = std::min(loop.first + block, loop.seq);
     at %= block * batch;
-    b = sequence_first ? at % batch : at / (last - first);
-    t = first + (sequence_first ? at / batch : at % (last - first));
+    const int64_t width = loop.last - loop.first;
+    loop.b = loop.sequence_first ? at % batch : at / width;
+    loop.t = loop.first + (loop.sequence_first ? at / batch : at % width);
+    return loop;
   }
+  // The tokens that lie from `begin` to `end` in memory: at least one of every position, batch first.
+  static TokenLoop part(const Tokens& tokens, int64_t block_size, int64_t begin, int64_t end) {
+    TokenLoop loop(tokens, block_size);
+    loop.first_row = begin / loop.seq, loop.first_t = begin % loop.seq;
+    loop.last_row = (end - 1) / loop.seq, loop.last_t = (end - 1) % loop.seq + 1;
+    loop.begin_block();
+    return loop;
+  }
+
   // Tokens from this one to the end of its block.
-  int64_t left() const { return sequence_first ? (last - t) * batch - b : (batch - b) * (last - first) - (t - first); }
+  int64_t left() const {
+    if (sequence_first) return (last - t) * batch - b;
+    const int64_t cut = b == last_row ? 0 : std::clamp<int64_t>(last - last_t, 0, last - first);
+    return end_of_row() - t + (last_row - b) * (last - first) - cut;
+  }
   void next() {  // once a token, so without a division
     if (sequence_first) {
       if (++b < batch) return;
       b = 0;
       if (++t < last) return;
     } else {
-      if (++t < last) return;
+      if (++t < end_of_row()) return;
       t = first;
-      if (++b < batch) return;
-      b = 0;
+      if (++b < last_row || (b == last_row && t < last_t)) return;
     }
+    begin_block();
+  }
+
+ private:
+  int64_t end_of_row() const { return b == last_row ? std::min(last, last_t) : last; }
+  void begin_block() {
     first = last;
     last = std::min(first + block, seq);
-    t = first;
+    b = first_row + (last <= first_t);
+    t = b == first_row ? std::max(first, first_t) : first;
   }
 };
 
@@ -469,14 +537,14 @@ class ForwardLoop {
 
   explicit ForwardLoop(const ForwardParams& params) : params_(params) {}
 
-  // Makes an encoding for each token.
+  // Makes an encoding for each of these tokens, in memory order.
   void write_own(int64_t begin, int64_t end) {
     const Columns& columns = params_.encoding.columns;
     fused_ = sizeof(acc_t) == sizeof(float) && columns.encoded && columns.step == 2 && !columns.cosine_first() &&
              columns.width % (2 * kLanes<float>) == 0 && params_.column_stride == 1 && params_.encoding.scale == 1 &&
              params_.dropout.seed == nullptr && !params_.encoding.frequencies.given();
     running_ = fused_ && RunningPhases::worth_it(params_, end - begin);
-    TokenLoop loop(params_.tokens, params_.tokens.seq, begin);
+    TokenLoop loop = TokenLoop::from(params_.tokens, params_.tokens.seq, begin);
     for (int64_t at = begin; at < end; at += Lookup<T, source>::kMost) {
       const int64_t count = std::min(Lookup<T, source>::kMost, end - at);
       lookup_.collect(params_, loop, count, end - at);
@@ -501,10 +569,11 @@ class ForwardLoop {
     }
   }
 
-  // Makes an encoding for each position and adds it to all rows of the batch.
-  void write_shared(int64_t begin, int64_t end) {
-    const int64_t in_pass = std::min(tiles_per_row(), kTiles);
-    TokenLoop loop(params_.tokens, kTiles / in_pass, begin);
+  // Makes an encoding for each position and adds it to all rows of the batch, or to those of this part of memory.
+  void write_shared(int64_t begin, int64_t end, bool of_memory) {
+    const int64_t in_pass = std::min(tiles_per_row(), kTiles), block_size = kTiles / in_pass;
+    TokenLoop loop = of_memory ? TokenLoop::part(params_.tokens, block_size, begin, end)
+                               : TokenLoop::from(params_.tokens, block_size, begin);
     for (int64_t at = begin; at < end;) {
       const TokenLoop block = loop;
       const int64_t block_end = std::min(end, at + block.left());
@@ -525,7 +594,9 @@ class ForwardLoop {
 
  private:
   int64_t tiles_per_row() const {
-    return std::max<int64_t>(1, (params_.encoding.columns.pairs() + kTilePairs - 1) / kTilePairs);
+    const Encoding& encoding = params_.encoding;
+    const int64_t pairs = encoding.table.data != nullptr ? (encoding.columns.width + 1) / 2 : encoding.columns.pairs();
+    return std::max<int64_t>(1, (pairs + kTilePairs - 1) / kTilePairs);
   }
   const T* base_of(int64_t i) const {
     return source == Source::none ? nullptr : static_cast<const T*>(params_.base) + lookup_.tokens[i].base;
@@ -607,8 +678,12 @@ void forward(int64_t begin, int64_t end, void* context) {
   const ForwardParams& params = call.params;
   const auto run = [&](auto element, auto source, auto stream) {
     ForwardLoop<decltype(element), source.value, stream.value> loop(params);
-    if (params.positions.shared() && params.tokens.batch > 1) {
-      loop.write_shared(begin, end);
+    // What does not bypass the cache is split in memory order over the threads, as the op that reads it will be: then
+    // its lines are in the cache of the thread that reads them.
+    const bool of_memory = !stream.value && !params.tokens.sequence_first();
+    const bool shared = params.positions.shared() && params.tokens.batch > 1;
+    if (shared && !(of_memory && end - begin <= params.tokens.seq)) {
+      loop.write_shared(begin, end, of_memory);
     } else {
       loop.write_own(begin, end);
     }

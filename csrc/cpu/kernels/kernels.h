@@ -11,7 +11,7 @@ struct ForwardCall {
 };
 
 struct Kernels {
-  // Tokens [begin, end) of a ForwardCall, in the order of TokenLoop.
+  // Tokens [begin, end) of a ForwardCall: in memory order, unless stores bypass the cache; then in that of TokenLoop.
   ParallelBody forward;
   // The row of out that belongs to one segment: its sum, for the columns [first_column, last_column).
   void (*sum_segment)(const BackwardParams& params, bool stream, int64_t segment, int64_t first_column,
