@@ -110,6 +110,22 @@ def into_out(case: Case, settings: Settings, *, positions: bool = False) -> list
     ]
 
 
+def normed(case: Case, settings: Settings) -> list[Provider]:
+    """The layer and the op that reads its output at once: it matters which core has written a line."""
+    shape, ids, data = case.shape, case.batches(settings), case.weight(settings).detach()
+    out = torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
+    flat, norm = out.view(-1, shape.width), nn.LayerNorm(shape.width, dtype=shape.dtype)
+
+    def theirs(tokens: Tensor) -> Tensor:
+        torch.index_select(data, 0, tokens.view(-1), out=flat)
+        return norm(out)  # type: ignore[no-any-return]
+
+    return [
+        Provider(OURS, lambda tokens: norm(functional.embed(tokens, data, out=out)), ids),
+        Provider(INDEX_SELECT, theirs, ids, same=False),
+    ]
+
+
 def layers(case: Case, settings: Settings) -> list[Provider]:
     """The layer as a model calls it in inference, against all that could take its place, and a copy of its output."""
     shape, ids, weight = case.shape, case.batches(settings), case.weight(settings)
@@ -493,6 +509,14 @@ def cpu_cases() -> Iterator[Case]:
     for shape in shapes:
         title = f"forward {shape.text}"
         yield pooled(f"forward.module.{shape.name}", title, layers, shape, {EAGER: 0.40, COMPILED: 0.90})
+
+    for dtype, (batch, length) in itertools.product(
+        (FP32, BF16), ((2, 128), (7, 128), (4, 256), (2, 512), (7, 512), (16, 512), (32, 512))
+    ):
+        shape = Shape(batch, length, 512, dtype)
+        size = shape.row_bytes(shape.tokens) >> 20
+        title, limit = f"forward {shape.text}, then LayerNorm", 1.25 if size < 1 else 1.1 if size < 4 else 1.0
+        yield pooled(f"forward.normed.{shape.name}", title, normed, shape, {INDEX_SELECT: limit})
 
     for shape, most in ((batched, 1.5), (batched.of(BF16), 2.0)):
         for what in EXTRAS:

@@ -16,18 +16,20 @@ inline namespace POSENC_ISA {
 
 constexpr int64_t kColumnsPerDraw = 8;
 
-// One draw a lane: replaces the counter by 128 random bits.
-template <class Uint>
-POSENC_HD void philox(Uint (&word)[4], uint64_t seed) {
+// One draw a lane: replaces the counters by 128 random bits each. Several at a time, since each waits for its products.
+template <int count, class Uint>
+POSENC_HD void philox(Uint (&draws)[count][4], uint64_t seed) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 7; ++round) {
-    const Uint a = Uint{} + 0xD2511F53u, b = Uint{} + 0xCD9E8D57u;
-    const Uint high0 = Lane<Uint>::high_product(a, word[0]), high1 = Lane<Uint>::high_product(b, word[2]);
-    const Uint low0 = a * word[0], low1 = b * word[2];
-    word[0] = high1 ^ word[1] ^ key0;
-    word[1] = low1;
-    word[2] = high0 ^ word[3] ^ key1;
-    word[3] = low0;
+    for (Uint(&word)[4] : draws) {
+      const Uint a = Uint{} + 0xD2511F53u, b = Uint{} + 0xCD9E8D57u;
+      const Uint high0 = Lane<Uint>::high_product(a, word[0]), high1 = Lane<Uint>::high_product(b, word[2]);
+      const Uint low0 = a * word[0], low1 = b * word[2];
+      word[0] = high1 ^ word[1] ^ key0;
+      word[1] = low1;
+      word[2] = high0 ^ word[3] ^ key1;
+      word[3] = low0;
+    }
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }

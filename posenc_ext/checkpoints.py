@@ -67,7 +67,7 @@ def consume_tables(
         if name in SCALE_KEYS:
             wrong = _take_scale(value, module, state_dict, prefixes[0])
         elif name in FREQUENCY_KEYS and isinstance(value, Tensor) and value.dim() == 1:
-            wrong = _wrong_frequencies(value, module, convention)
+            wrong = _take_frequencies(value, module, convention, state_dict, prefixes[0])
         else:
             wrong = _wrong_table(value, name, module, convention)
         if wrong:
@@ -120,8 +120,14 @@ def _take_scale(value: Any, module: nn.Module, state_dict: dict[str, Any], prefi
     )
 
 
-def _wrong_frequencies(value: Tensor, module: nn.Module, convention: Convention) -> str:
-    """What is wrong with frequencies [pairs] for this module, if anything."""
+def _take_frequencies(
+    value: Tensor, module: nn.Module, convention: Convention, state_dict: dict[str, Any], prefix: str
+) -> str:
+    """Hand frequencies [pairs] to the module's own, if these are trained. What is wrong with them, if anything."""
+    own: Any = module.frequencies
+    if isinstance(own, nn.Parameter) and own.shape == value.shape:
+        state_dict.setdefault(prefix + "frequencies", value)
+        return ""
     if value.numel() == 0 or value.is_meta or isinstance(value, FakeTensor):
         return ""
 
@@ -132,6 +138,12 @@ def _wrong_frequencies(value: Tensor, module: nn.Module, convention: Convention)
         got = value.detach().cpu()
         return got.shape == want.shape and bool(((got.double() - want).abs() <= (2 * unit_of(got) + 4e-7) * want).all())
 
+    if own is not None:
+        got = value.detach().to(own)
+        equal = own.is_meta or (
+            got.shape == own.shape and torch.allclose(got, own, rtol=2 * unit_of(value) + 4e-7, atol=0)
+        )
+        return "" if equal else "does not hold the frequencies that this module was given"
     if are_of(convention):
         return ""
     names = " or ".join(repr(c.name) for c in CONVENTIONS.values() if are_of(c))
@@ -168,7 +180,8 @@ def _wrong_table(table: Any, name: str, module: nn.Module, convention: Conventio
     for start in (0, convention.first_position):
         # In a table from position 0 the row before the first position may be zero: it is that of the padding id.
         padding = convention.first_position - 1 - start
-        if distance(rows, convention, start=start, scale=scale, padding=padding)[0] < math.inf:
+        own: Any = module.frequencies
+        if distance(rows, convention, start=start, scale=scale, padding=padding, frequencies=own)[0] < math.inf:
             return ""
     factor = "" if scale == 1 else f" times {scale:.9g}"
     return (

@@ -416,24 +416,30 @@ def add_positional_encoding_nd(
     """
     op = "add_positional_encoding_nd"
     try:
-        if not isinstance(x, Tensor) or x.is_nested or is_dtensor(x):
-            _explain(op, x=x)
-            text = "x must not be nested" if x.is_nested else "x must not be a DTensor; encode x.to_local()"
-            raise NotImplementedError(f"posenc_ext::{op}: {text}")
+        if isinstance(x, Tensor) and x.is_nested:
+            raise NotImplementedError(f"posenc_ext::{op}: x must not be nested, got layout {x.layout}")
         if has_torch_function_variadic(x, positions):
-            return _overridden(add_positional_encoding_nd, "x", locals())
+            given: dict[str, Any] = {
+                "widths": widths,
+                "order": order,
+                "token_scale": token_scale,
+                "convention": convention,
+            }
+            given |= {"precision": precision, "encoding_scale": encoding_scale, "out": out}
+            return _overridden(add_positional_encoding_nd, "x", {"x": x, "positions": positions, **given})
+        if is_dtensor(x):
+            raise NotImplementedError(f"posenc_ext::{op}: x must not be a DTensor; encode the columns of x.to_local()")
         if x.dim() == 0 or positions.dim() == 0:
             name, shape = ("x", "[..., d_model]") if x.dim() == 0 else ("positions", "[..., n]")
             raise ValueError(f"posenc_ext::{op}: {name} must have shape {shape}, got a scalar")
         chosen = resolve(convention)
         blocks = _blocks.blocks_of(op, positions.shape[-1], x.shape[-1], widths, order, chosen.layout)
         each = [broadcast_positions(p, x.shape[:-1], True, op) for p in positions.unbind(-1)]
-        general = _elements.arguments(op, x, encoding_scale, 0.0) or {}
+        general = _elements.arguments(op, x, encoding_scale, 0.0, positions) or {}
         call = (x, each, blocks, chosen.spec(precision), float(token_scale), general)
         if out is None:
             return _blocks.run(*call)
-        _check_out(op, out, "x", x, general)
-        _check_history(op, {"positions": positions})
+        _check_out(op, out, "x", x, general, positions)
         if out.shape != x.shape:
             raise ValueError(f"posenc_ext::{op}: out must have shape {list(x.shape)}, got {list(out.shape)}")
         if _is_compiling():  # which knows no out= that is a block of columns
@@ -471,7 +477,6 @@ def positional_encoding_nd(
     Raises:
         ValueError: an argument that does not fit.
     """
-    op = "positional_encoding_nd"
     try:
         if has_torch_function_unary(positions) or positions.is_nested:
             return _overridden(positional_encoding_nd, "positions", locals())
@@ -482,7 +487,7 @@ def positional_encoding_nd(
         options = {"widths": widths, "order": order, "convention": convention, "precision": precision}
         return add_positional_encoding_nd(x, positions, out=out, **options)  # type: ignore[arg-type]
     except Exception:
-        _explain(op, positions=positions, out=out)
+        _explain("positional_encoding_nd", positions=positions, out=out)
         raise
 
 

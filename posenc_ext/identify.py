@@ -107,7 +107,13 @@ def unit_of(numbers: Tensor) -> float:
 
 
 def distance(
-    rows: Tensor, convention: Convention, *, start: int, scale: float = 1.0, padding: int = -1
+    rows: Tensor,
+    convention: Convention,
+    *,
+    start: int,
+    scale: float = 1.0,
+    padding: int = -1,
+    frequencies: Tensor | None = None,
 ) -> tuple[float, float]:
     """Largest and mean difference of rows [length, D] from scale * encoding; infinite, if one row is not of it.
 
@@ -117,7 +123,13 @@ def distance(
     unit = unit_of(rows)
     rows = rows if rows.dtype == torch.float64 else rows.float()
     positions = torch.arange(start, start + len(rows), device=rows.device)
-    error = functional.positional_encoding(positions, rows.shape[1], convention=convention, dtype=rows.dtype)
+    error = functional.positional_encoding(
+        positions,
+        rows.shape[1],
+        convention=convention,
+        frequencies=None if frequencies is None else frequencies.detach().to(rows.device),
+        dtype=rows.dtype,
+    )
     error.mul_(scale).sub_(rows).abs_()
     if 0 <= padding < len(rows) and not bool(rows[padding].any()):
         error[padding] = 0

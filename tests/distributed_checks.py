@@ -68,11 +68,11 @@ def leaf(whole: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTenso
     return distribute_tensor(whole.detach().clone(), mesh, placements).requires_grad_(whole.requires_grad)
 
 
-def gradient(result: Tensor, tensor: Tensor) -> Any:
+def gradient(result: Tensor, tensor: Tensor, again: bool = False) -> Any:
     """For an output gradient of small whole numbers: sums of them are exact in any order."""
     whole = result.full_tensor() if isinstance(result, DTensor) else result
     probe = torch.randint(-3, 4, whole.shape, generator=make.random(4)).to(whole.dtype)
-    return torch.autograd.grad(whole, tensor, probe)[0]
+    return torch.autograd.grad(whole, tensor, probe, retain_graph=again)[0]
 
 
 def assert_same(got: Any, want: Tensor, placements: tuple[Any, ...] | None = None, what: str = "") -> None:
@@ -221,6 +221,46 @@ def dense_rows() -> None:
     summand = DTensor.from_local(x.detach(), init_device_mesh("cpu", (dist.get_world_size(),)), (Partial(),))
     got = add_positional_encoding(summand, token_scale=0.5)
     assert_same(got, add_positional_encoding(x.detach() * dist.get_world_size(), token_scale=0.5))
+
+
+@check
+def tables_of_positions() -> None:
+    """Whole on each process or in parts of any axis; the gradients of both tables are placed as they are."""
+    ids, given = make.ids((B, T), V, seed=1), make.ids((B, T), 9, seed=3)
+    table, positions = make.table(V, D, seed=2, grad=True), make.table(9, D, seed=5, grad=True)
+    x = make.x((B, T, D), seed=1, grad=True)
+    for mesh, options in itertools.product(meshes(), ({"offset": 3}, {"positions": given})):
+        want, dense = (
+            embed(ids, table, token_scale=2.0, position_table=positions, **options),
+            add_positional_encoding(x, position_table=positions, **options),
+        )
+        of_table, of_positions = gradient(want, table, again=True), gradient(want, positions)
+        of_dense = gradient(dense, positions)
+        for placements, of_ids in itertools.product(placed(mesh), placed(mesh)):
+            weight, tokens, what = (
+                leaf(table, mesh, placements),
+                distribute_tensor(ids, mesh, of_ids),
+                f"{placements}, {of_ids}",
+            )
+            for second in (placements, of_ids):
+                part = leaf(positions, mesh, second)
+                got = embed(tokens, weight, token_scale=2.0, position_table=part, **options)
+                assert_same(got, want.detach(), what=what)
+                assert_same(gradient(got, weight, again=True), of_table, placements, what)
+                assert_same(gradient(got, part), of_positions, second, what)
+            got = embed(tokens, weight, token_scale=2.0, position_table=positions, **options)
+            assert_same_bits(gradient(got, positions), of_positions, what)
+            part, rows = leaf(positions, mesh, placements), leaf(x, mesh, of_ids)
+            got = add_positional_encoding(rows, position_table=part, **options)
+            assert_same(got, dense.detach(), of_ids, what)
+            assert_same(gradient(got, part), of_dense, placements, what)
+    words = "embed: position_table must be a Tensor where the rows are one, got a DTensor"
+    assert_refused(lambda: embed(ids, table, position_table=part), words)
+    assert_refused(
+        lambda: embed(ids, leaf(table, mesh, (Shard(0),) * mesh.ndim), position_table=part, offset=7),
+        "positions must lie in [0, 9)",
+        error=IndexError,
+    )
 
 
 @check

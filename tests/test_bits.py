@@ -210,6 +210,24 @@ def test_a_batch_is_its_rows_and_a_sequence_its_steps(dtype, precision):
     assert_same_bits(token, whole[0][2, 3], "one token")
 
 
+@make.each_dtype
+@make.each_precision
+def test_any_part_of_a_batch_may_be_a_threads(dtype, precision, threads):
+    """Parts that begin and end within rows, of one row or of several; rows in one part, and alone."""
+    width, weight = 2050, torch.randn(50, 2050).to(dtype)
+    for shape in ((2, 90), (3, 47), (5, 30), (11, 9), (40, 3), (150, 1)):
+        ids = torch.randint(50, shape)
+        options = {"offset": 3, "precision": precision}
+        want = torch.stack([embed(row, weight, **options) for row in ids])
+        for count in (1, 2, 3, 5):
+            threads(count)
+            assert_same_bits(embed(ids, weight, **options), want, f"{shape}, {count} threads")
+            added = add_positional_encoding(torch.zeros(*shape, width, dtype=dtype), **options)
+            assert_same_bits(added[-1], added[0], f"{shape}, {count} threads, rows")
+            transposed = embed(ids.t(), weight, batch_first=False, **options)
+            assert_same_bits(transposed.transpose(0, 1), want, f"{shape}, {count} threads, sequence first")
+
+
 @pytest.mark.parametrize("width", [64, 131])
 def test_the_place_in_a_batch_does_not_matter(width):
     """One token at every place of a flat batch, whatever stands around it."""

@@ -13,9 +13,10 @@ __device__ __forceinline__ void drop_elements(const Dropout& dropout, uint64_t s
                                               acc_t (&values)[count]) {
   static_assert(kColumnsPerDraw % count == 0);
   column += dropout.first_column;
-  uint32_t word[4] = {static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token),
-                      static_cast<uint32_t>(token >> 32)};
-  philox(word, seed);
+  uint32_t draw[1][4] = {{static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token),
+                          static_cast<uint32_t>(token >> 32)}};
+  philox(draw, seed);
+  const uint32_t (&word)[4] = draw[0];
   const int first = count == kColumnsPerDraw ? 0 : static_cast<int>(column % kColumnsPerDraw);
   const acc_t factor = static_cast<acc_t>(dropout.factor);
 #pragma unroll

@@ -87,13 +87,15 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
       for (int64_t b = first_batch_row(); b < params.tokens.batch; b += batch_row_step()) {
         const auto token = token_of<source, acc_of<T>, general>(params, b, t);
         if (!encoding.columns.encoded) {
-          if (general && encoding.table.data != nullptr) {
-            acc_of<T> value = 0;
-            if (!token.constant) value = to_acc(row_of_table<T>(params, token.position.whole)[unit]) * elements.scale;
-            store_column<T, source, true>(params, elements, token, unit, value);
-          } else {
-            store_column<T, source, false>(params, elements, token, unit, 0);
+          acc_of<T> value = 0;
+          bool tabled = false;
+          if constexpr (general) {
+            tabled = encoding.table.data != nullptr;
+            if (tabled && !token.constant)
+              value = to_acc(row_of_table<T>(params, token.position.whole)[unit]) * elements.scale;
           }
+          if (tabled) store_column<T, source, true>(params, elements, token, unit, value);
+          else store_column<T, source, false>(params, elements, token, unit, 0);
         } else if (unit == encoding.columns.pairs()) {
           store_column<T, source, true>(params, elements, token, encoding.columns.width - 1, 0);
         } else {

@@ -275,28 +275,44 @@ class DrawnBits {
 
   POSENC_HD void draw(uint64_t seed, int64_t token, int64_t first, int64_t count) {
     first_ = first % kColumnsPerDraw;
+    const int64_t draws = (first_ + count + kColumnsPerDraw - 1) / kColumnsPerDraw;
+    int64_t n = 0;
+    for (; n + kLanes<float> < draws; n += 2 * kLanes<float>) draw_vectors<2>(seed, token, first / kColumnsPerDraw, n);
+    if (n < draws) draw_vectors<1>(seed, token, first / kColumnsPerDraw, n);
+  }
+
+  const uint16_t* begin() const { return bits_ + first_; }
+
+ private:
+  // Draws n and on, of those that begin with number `begin`.
+  template <int vectors>
+  POSENC_HD void draw_vectors(uint64_t seed, int64_t token, int64_t begin, int64_t n) {
     UintVector lane;
     for (int64_t i = 0; i < kLanes<float>; ++i) lane[i] = static_cast<uint32_t>(i);
-    const int64_t draws = (first_ + count + kColumnsPerDraw - 1) / kColumnsPerDraw;
-    for (int64_t n = 0; n < draws; n += kLanes<float>) {
-      UintVector word[4] = {lane + static_cast<uint32_t>(first / kColumnsPerDraw + n), UintVector{},
-                            splat(static_cast<uint32_t>(token)), splat(static_cast<uint32_t>(token >> 32))};
-      philox(word, seed);
+    UintVector drawn[vectors][4];
+    for (int64_t v = 0; v < vectors; ++v) {
+      drawn[v][0] = lane + static_cast<uint32_t>(begin + n + v * kLanes<float>);
+      drawn[v][1] = UintVector{};
+      drawn[v][2] = splat(static_cast<uint32_t>(token));
+      drawn[v][3] = splat(static_cast<uint32_t>(token >> 32));
+    }
+    philox(drawn, seed);
+    uint16_t* to = bits_ + kColumnsPerDraw * n;
+    for (const UintVector(&word)[4] : drawn) {
       // The words of one draw side by side are its halves in the order of the columns.
       FloatVector even[2] = {}, odd[2] = {}, all[2] = {};
       interleave(bit_cast<FloatVector>(word[0]), bit_cast<FloatVector>(word[2]), even[0], even[1]);
       interleave(bit_cast<FloatVector>(word[1]), bit_cast<FloatVector>(word[3]), odd[0], odd[1]);
       for (int64_t half = 0; half < 2; ++half) {
         interleave(even[half], odd[half], all[0], all[1]);
-        for (int64_t v = 0; v < 2; ++v)
-          store_bytes<false>(bits_ + kColumnsPerDraw * n + (2 * half + v) * 2 * kLanes<float>, all[v]);
+        for (const FloatVector& part : all) {
+          store_bytes<false>(to, part);
+          to += 2 * kLanes<float>;
+        }
       }
     }
   }
 
-  const uint16_t* begin() const { return bits_ + first_; }
-
- private:
   // The last vector of draws may reach past the last column.
   alignas(64) uint16_t bits_[kMostColumns + kColumnsPerDraw + kColumnsPerDraw * kLanes<float>];
   int64_t first_ = 0;
@@ -304,11 +320,11 @@ class DrawnBits {
 
 // The same of one column.
 POSENC_HD uint16_t drawn_bits(uint64_t seed, int64_t token, int64_t column) {
-  uint32_t word[4] = {static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token),
-                      static_cast<uint32_t>(token >> 32)};
-  philox(word, seed);
+  uint32_t draw[1][4] = {{static_cast<uint32_t>(column / kColumnsPerDraw), 0, static_cast<uint32_t>(token),
+                          static_cast<uint32_t>(token >> 32)}};
+  philox(draw, seed);
   const int64_t half = column % kColumnsPerDraw;
-  return static_cast<uint16_t>(word[half / 2] >> 16 * (half % 2));
+  return static_cast<uint16_t>(draw[0][half / 2] >> 16 * (half % 2));
 }
 
 // What dropout makes of elements, by their bits.
@@ -334,7 +350,9 @@ struct Dropper {
       } else {
         drawn = __builtin_convertvector(load_bytes<HalfUintVector>(bits + i + v * kLanes<float>), UintVector);
       }
-      values[v] = drawn < threshold ? FloatVector{} : values[v] * static_cast<float>(factor);
+      // Signed, which AVX2 has an instruction for.
+      values[v] = bit_cast<IntVector>(drawn) < static_cast<int32_t>(threshold) ? FloatVector{}
+                                                                               : values[v] * static_cast<float>(factor);
     }
   }
 };
@@ -409,23 +427,43 @@ POSENC_HD void write_constant(T* out, int64_t count, typename Element<T>::acc_t 
 }
 
 // A whole row without the buffer: encodings go from the registers into the sum. `visit` calls what it is given as
-// visit_pairs does.
-template <class T, Source source, bool stream, class Visit>
-POSENC_HD void fused_row(const Visit& visit, const T* base, const T* later, T* out, Token<float> token) {
+// visit_pairs does. Sines and cosines are apart (`halves`) or side by side, sines first.
+template <class T, Source source, bool stream, bool halves, class Visit>
+POSENC_HD void fused_row(const Visit& visit, const Columns& columns, const T* base, const T* later, T* out,
+                         Token<float> token) {
   using E = Element<T>;
+  constexpr int64_t kVectors = kVectorsPerStore<T>;
   // Inlined always: in bf16 g++ would call it for every vector, which takes 1.3 times as long.
+  const auto write = [&](int64_t at, const FloatVector* encoding) __attribute__((always_inline)) {
+    FloatVector values[kVectors] = {};
+    if constexpr (source == Source::gathered) prefetch_to_l2(later + at);
+    if constexpr (source != Source::none) E::load(base + at, values);
+    for (int64_t n = 0; n < kVectors; ++n) values[n] = epilogue<source, true>(values[n], encoding[n], token);
+    E::template store<stream>(out + at, values);
+  };
+  SinCos<FloatVector> last = {};
   visit([&](int64_t i, const SinCos<FloatVector>& pair) __attribute__((always_inline)) {
-    constexpr int64_t kStep = kVectorsPerStore<T> * kLanes<float>;
-    FloatVector encoding[2] = {pair.sin, pair.cos};
-    if constexpr (!E::kSplit) interleave(pair.sin, pair.cos, encoding[0], encoding[1]);
-    for (int64_t v = 0; v < 2; v += kVectorsPerStore<T>) {
-      const int64_t at = 2 * i + v / kVectorsPerStore<T> * kStep;
-      FloatVector values[kVectorsPerStore<T>] = {};
-      if constexpr (source == Source::gathered) prefetch_to_l2(later + at);
-      if constexpr (source != Source::none) E::load(base + at, values);
-      for (int64_t n = 0; n < kVectorsPerStore<T>; ++n)
-        values[n] = epilogue<source, true>(values[n], encoding[v + n], token);
-      E::template store<stream>(out + at, values);
+    if constexpr (halves) {
+      FloatVector sines[2] = {pair.sin}, cosines[2] = {pair.cos};
+      if constexpr (kVectors == 2) {
+        const bool first = i / kLanes<float> % 2 == 0;
+        const SinCos<FloatVector> before = last;
+        last = pair;
+        if (first) return;
+        i -= kLanes<float>;
+        if constexpr (E::kSplit) {
+          deinterleave(before.sin, pair.sin, sines[0], sines[1]);
+          deinterleave(before.cos, pair.cos, cosines[0], cosines[1]);
+        } else {
+          sines[0] = before.sin, sines[1] = pair.sin, cosines[0] = before.cos, cosines[1] = pair.cos;
+        }
+      }
+      write(columns.sine_start + i, sines);
+      write(columns.cosine_start + i, cosines);
+    } else {
+      FloatVector encoding[2] = {pair.sin, pair.cos};
+      if constexpr (!E::kSplit) interleave(pair.sin, pair.cos, encoding[0], encoding[1]);
+      for (int64_t v = 0; v < 2; v += kVectors) write(2 * i + v * kLanes<float>, encoding + v);
     }
   });
 }
@@ -540,9 +578,12 @@ class ForwardLoop {
   // Makes an encoding for each of these tokens, in memory order.
   void write_own(int64_t begin, int64_t end) {
     const Columns& columns = params_.encoding.columns;
-    fused_ = sizeof(acc_t) == sizeof(float) && columns.encoded && columns.step == 2 && !columns.cosine_first() &&
-             columns.width % (2 * kLanes<float>) == 0 && params_.column_stride == 1 && params_.encoding.scale == 1 &&
-             params_.dropout.seed == nullptr && !params_.encoding.frequencies.given();
+    halves_ = columns.step == 1;
+    fused_ = sizeof(acc_t) == sizeof(float) && columns.encoded && 2 * columns.cosines == columns.width &&
+             (halves_ || !columns.cosine_first()) &&
+             columns.sines % (halves_ ? kVectorsPerStore<T> * kLanes<float> : kLanes<float>) == 0 &&
+             params_.column_stride == 1 && params_.encoding.scale == 1 && params_.dropout.seed == nullptr &&
+             !params_.encoding.frequencies.given();
     running_ = fused_ && RunningPhases::worth_it(params_, end - begin);
     TokenLoop loop = TokenLoop::from(params_.tokens, params_.tokens.seq, begin);
     for (int64_t at = begin; at < end; at += Lookup<T, source>::kMost) {
@@ -553,7 +594,9 @@ class ForwardLoop {
         const Position& position = token.position;
         if (token.constant) {
           write_constant<T, stream>(out_of(i), columns.width, token.scale);
-        } else if (!fused_ || !token.embedded || !token.encoded || position.whole < 0 ||
+        } else if (!token.encoded) {
+          write_columns(i, {0, columns.width, nullptr});
+        } else if (!fused_ || !token.embedded || position.whole < 0 ||
                    !is_near(params_.encoding, magnitude(position))) {
           for (int64_t tile = 0; tile < tiles_per_row(); tile += kTiles) {
             const int64_t some = std::min(kTiles, tiles_per_row() - tile);
@@ -615,10 +658,14 @@ class ForwardLoop {
         typename Tile<T>::Span span = tile->spans[s];
         if (!token.encoded) span.encoding = nullptr;
         if (token.constant) write_constant<T, stream>(out_of(i) + span.column, span.count, token.scale);
-        else if (params_.dropout.seed != nullptr) write_dropped(i, span);
-        else write(i, span, NotDropped{});
+        else write_columns(i, span);
       }
     }
+  }
+
+  void write_columns(int64_t i, const typename Tile<T>::Span& span) {
+    if (params_.dropout.seed != nullptr) write_dropped(i, span);
+    else write(i, span, NotDropped{});
   }
 
   // A part at a time, whose random bits stay in the cache.
@@ -653,9 +700,14 @@ class ForwardLoop {
   void write_fused(int64_t i) {
     if constexpr (sizeof(acc_t) == sizeof(float)) {
       const Magnitude position = magnitude(lookup_.tokens[i].position);
-      const int64_t pairs = params_.encoding.columns.pairs();
+      const Columns& columns = params_.encoding.columns;
+      const int64_t pairs = columns.pairs();
       const auto write = [&](const auto& visit) {
-        fused_row<T, source, stream_row>(visit, base_of(i), base_of(i + kPrefetchTokens), out_of(i), lookup_.tokens[i]);
+        const auto row = [&](auto halves) {
+          fused_row<T, source, stream_row, halves.value>(visit, columns, base_of(i), base_of(i + kPrefetchTokens),
+                                                         out_of(i), lookup_.tokens[i]);
+        };
+        halves_ ? row(std::true_type{}) : row(std::false_type{});
       };
       if (running_) {
         write([&](const auto& sink) { phases_.visit(params_.encoding.frequencies, position.whole, pairs, sink); });
@@ -669,7 +721,7 @@ class ForwardLoop {
   Lookup<T, source> lookup_;
   Tile<T> tiles_[kTiles];
   DrawnBits drawn_;
-  bool fused_ = false, running_ = false;
+  bool fused_ = false, halves_ = false, running_ = false;
   RunningPhases phases_;
 };
 

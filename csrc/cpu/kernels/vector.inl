@@ -149,6 +149,12 @@ POSENC_HD void deinterleave(FloatVector a, FloatVector b, FloatVector& even, Flo
   const __m512i odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
   even = bit_cast<FloatVector>(_mm512_permutex2var_ps(x, evens, y));
   odd = bit_cast<FloatVector>(_mm512_permutex2var_ps(x, odds, y));
+#elif POSENC_VECTOR_BYTES == 32
+  // Within halves of 128 bits, and then the quarters in order.
+  const __m256 x = bit_cast<__m256>(a), y = bit_cast<__m256>(b);
+  const auto in_order = [](__m256 v) { return _mm256_permute4x64_pd(bit_cast<__m256d>(v), _MM_SHUFFLE(3, 1, 2, 0)); };
+  even = bit_cast<FloatVector>(in_order(_mm256_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0))));
+  odd = bit_cast<FloatVector>(in_order(_mm256_shuffle_ps(x, y, _MM_SHUFFLE(3, 1, 3, 1))));
 #else
   for (int64_t i = 0; i < kLanes<float> / 2; ++i) {
     even[i] = a[2 * i], odd[i] = a[2 * i + 1];
@@ -265,8 +271,11 @@ struct Element<BFloat16> {
   POSENC_HD static UintVector round(Vector value) {
     const UintVector bits = bit_cast<UintVector>(value);
     const UintVector is_nan = bit_cast<UintVector>((bits & 0x7FFFFFFFu) > 0x7F800000u);
-    const UintVector rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
-    return (rounded & ~is_nan) | (is_nan & (bits | 0x400000u));
+    return (round_number(value) & ~is_nan) | (is_nan & (bits | 0x400000u));
+  }
+  POSENC_HD static UintVector round_number(Vector value) {
+    const UintVector bits = bit_cast<UintVector>(value);
+    return bits + 0x7FFFu + ((bits >> 16) & 1u);
   }
   template <bool stream>
   POSENC_HD static void store(BFloat16* to, const Vector (&values)[2]) {
@@ -279,6 +288,15 @@ struct Element<BFloat16> {
                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
       const __m512i order = _mm512_load_si512(kOrder);
       return store_bytes<stream>(to, bit_cast<UintVector>(_mm512_permutexvar_epi16(order, halves)));
+    }
+#endif
+#if POSENC_VECTOR_BYTES == 32
+    // NaNs are rare and take more work.
+    const __m256 even = bit_cast<__m256>(values[0]), odd = bit_cast<__m256>(values[1]);
+    if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(even, odd, _CMP_UNORD_Q)) == 0, 1)) {
+      const __m256i low = bit_cast<__m256i>(round_number(values[0]) >> 16);
+      const __m256i both = _mm256_blend_epi16(low, bit_cast<__m256i>(round_number(values[1])), 0xAA);
+      return store_bytes<stream>(to, bit_cast<UintVector>(both));
     }
 #endif
     store_bytes<stream>(to, (round(values[0]) >> 16) | (round(values[1]) & 0xFFFF0000u));
