@@ -228,7 +228,7 @@ def test_the_cases_of_the_readme():
     assert {large[name] for name in (cases.COMPILED, cases.AUTOTUNED, cases.FORMULA)} == {1.0}
     if BENCH == "bench":  # beside the sources, results of the first format
         kept = rows.read(ROOT / "bench/results/cpu-xeon-2-threads.json")
-        forward = ("offsets", "learned", "floating", "padded", *cases.EXTRAS)
+        forward = ("offsets", "learned", "floating", "padded", "normed", *cases.EXTRAS)
         later = ("positions.", "dropout.", "timesteps.", *(f"forward.{name}." for name in forward))
         assert {row.case for row in kept} == {name for name in run.cases_of(FEW) if not name.startswith(later)}
 

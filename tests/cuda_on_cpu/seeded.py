@@ -346,7 +346,7 @@ KERNELS = [
     kernel("sine and cosine swapped", FORWARD, "vectors_bfloat16", "cosine_first ? pair.cos : pair.sin",
            "cosine_first ? pair.sin : pair.cos", "plain", "forward: kernels"),
     kernel("far positions made by the near formulas", FORWARD, "vectors_float32",
-           "magnitude(position) >= limit", "false", "plain", "forward: positions"),
+           "return p.whole >= uint64_t{1} << 32;", "return false;", "plain", "forward: positions"),
     kernel("every thread of a block writes all its positions", FORWARD, "vectors_bfloat16",
            "int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t t = blockIdx.x", "tsan",
            "forward: kernels", "data race"),
