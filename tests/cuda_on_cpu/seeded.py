@@ -410,7 +410,7 @@ KERNELS = [
            ") return;", "plain", "backward: patterns"),
     kernel("a count one too large", BACKWARD, "backward", "static_cast<acc_t>(end - begin)",
            "static_cast<acc_t>(end - begin + 1)", "plain", "backward: patterns"),
-    kernel("far positions are left", FORWARD, "vectors_bfloat16", "if (!is_far(token.position)) continue;",
+    kernel("far positions are left", FORWARD, "vectors_bfloat16", "if (!is_far<Elements::kGeneral>(token.position)) continue;",
            "continue;", "plain", "forward: positions"),
     kernel("the place of an id by rows of the batch", RECORD, "tokens_bfloat16",
            "params.tokens.order.at(b, t)", "b * params.tokens.seq + t", "plain", "forward: out of range"),
