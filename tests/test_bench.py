@@ -222,13 +222,13 @@ def test_the_cases_of_the_readme():
     for dtype, ids, size in itertools.product(("fp32", "bf16"), ("uniform", "zipf", "half-hot"), (32_000, 256_000)):
         assert known[f"backward.{ids}.{size}.{dtype}.32x512x512"].thresholds[cases.DENSE_BACKWARD] == 1 / 1.5
     assert {"copy.large", "forward.strided", "backward.tokens.512", "backward.tokens.65536"} <= set(known)
-    assert (len(known), len(run.cases_of(FEW))) == (1 + 8 + 12 + 4, 52)
+    assert (len(known), len(run.cases_of(FEW))) == (1 + 8 + 12 + 4, 66)
     large, small = (known[f"forward.bf16.{sizes}"].thresholds for sizes in ("8x2048x1024", "32x512x512"))
     assert (large[cases.SHARE], small[cases.SHARE], large[inputs.EAGER]) == (0.9, None, 0.4)
     assert {large[name] for name in (cases.COMPILED, cases.AUTOTUNED, cases.FORMULA)} == {1.0}
     if BENCH == "bench":  # beside the sources, results of the first format
         kept = rows.read(ROOT / "bench/results/cpu-xeon-2-threads.json")
-        forward = ("offsets", "learned", "floating", "padded", *cases.EXTRAS)
+        forward = ("offsets", "learned", "floating", "padded", "normed", *cases.EXTRAS)
         later = ("positions.", "dropout.", "timesteps.", *(f"forward.{name}." for name in forward))
         assert {row.case for row in kept} == {name for name in run.cases_of(FEW) if not name.startswith(later)}
 

@@ -315,6 +315,21 @@ def test_equal_frequencies_are_consumed_and_others_refused_by_name(key, dtype):
                 module.load_state_dict({**whole, prefix + key: unknown})
 
 
+def test_frequencies_go_to_those_of_the_module():
+    """Trained ones are loaded; given ones must be equal, and are what a table is compared with."""
+    own = torch.linspace(1, 0.01, D // 2)
+    trained = layer("PositionalEncoding", frequencies=nn.Parameter(torch.ones(D // 2)))
+    trained.load_state_dict({"inv_freq": own})
+    assert torch.equal(trained.frequencies.detach(), own)
+    given = layer("PositionalEncoding", frequencies=own)
+    rows = functional.positional_encoding(ROWS, D, frequencies=own)
+    given.load_state_dict({"inv_freq": own, "pe": rows})
+    with pytest.raises(RuntimeError, match=r"'inv_freq' .* not hold the frequencies that this module was given"):
+        given.load_state_dict({"inv_freq": own * 1.01})
+    with pytest.raises(RuntimeError, match=r"'pe' .* is not that of convention 'vaswani'"):
+        given.load_state_dict({"pe": table()})
+
+
 def test_a_cache_that_was_saved_is_consumed():
     """Of positional-encodings 6.0.2: the table of the last input, once for each row of its batch."""
     cache = table().unsqueeze(0).repeat(3, 1, 1)

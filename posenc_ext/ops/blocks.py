@@ -18,6 +18,7 @@ from posenc_ext.ops.tracing import PLAIN, dispatch_modes, dynamo_compiling, jit_
 ORDERS = ("axes", "functions")
 
 _add_out = torch.ops.posenc_ext.add_general_out.default
+_plain_out = torch.ops.posenc_ext.add_positional_encoding_out.default
 
 
 class Block(NamedTuple):
@@ -114,6 +115,9 @@ def write(
     """As `run`, into out."""
     base, flags = spec
     for block in blocks:
+        if token_scale == 1 and not further and block.width == block.d_model:  # the least that can be done
+            _plain_out(_part(x, block), positions[block.axis], 0, base, flags, _part(out, block))
+            continue
         part = {"first_column": block.first, "d_model": block.d_model, **further}
         given = {"offset": 0, "base": base, "flags": flags, "token_scale": token_scale, **part}
         _add_out(_part(x, block), positions[block.axis], out=_part(out, block), **given)

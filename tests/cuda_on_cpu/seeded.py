@@ -346,7 +346,7 @@ KERNELS = [
     kernel("sine and cosine swapped", FORWARD, "vectors_bfloat16", "cosine_first ? pair.cos : pair.sin",
            "cosine_first ? pair.sin : pair.cos", "plain", "forward: kernels"),
     kernel("far positions made by the near formulas", FORWARD, "vectors_float32",
-           "magnitude(position) >= limit", "false", "plain", "forward: positions"),
+           "return p.whole >= uint64_t{1} << 32;", "return false;", "plain", "forward: positions"),
     kernel("every thread of a block writes all its positions", FORWARD, "vectors_bfloat16",
            "int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y", "int64_t t = blockIdx.x", "tsan",
            "forward: kernels", "data race"),
@@ -410,13 +410,9 @@ KERNELS = [
            ") return;", "plain", "backward: patterns"),
     kernel("a count one too large", BACKWARD, "backward", "static_cast<acc_t>(end - begin)",
            "static_cast<acc_t>(end - begin + 1)", "plain", "backward: patterns"),
-    kernel("far positions are left", FORWARD, "vectors_bfloat16", "if (!is_far(token.position)) continue;",
+    kernel("far positions are left", FORWARD, "vectors_bfloat16", "if (!is_far<Elements::kGeneral>(token.position)) continue;",
            "continue;", "plain", "forward: positions"),
-<<<<<<< HEAD
-    kernel("the place of an id by rows of the batch", RECORD, "forward_kernels_bfloat16",
-=======
-    kernel("the place of an id by rows of the batch", FORWARD, "tokens_bfloat16",
->>>>>>> 99d2f349c74a3d281ef42819f8237a2a7d5afa2f
+    kernel("the place of an id by rows of the batch", RECORD, "tokens_bfloat16",
            "params.tokens.order.at(b, t)", "b * params.tokens.seq + t", "plain", "forward: out of range"),
     kernel("the zero column first", FORWARD, "columns_bfloat16", "encoding.columns.width - 1, 0)", "0, 0)",
            "plain", "forward: widths"),
