@@ -75,6 +75,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Callable[..., Any], ...]]
         lambda: Call(lambda i, p: embed(i, W, positions=p)),
         (ids, lambda shape: torch.randint(-(2**31), 2**31, shape)),
     ),
+    "floating, exact": (
+        lambda: Call(lambda i, p: embed(i, W, positions=p, convention="marian", offset=5)),
+        (ids, lambda shape: torch.rand(shape, dtype=torch.float64) * 2**31),
+    ),
+    "floating, reference": (lambda: Call(lambda i, p: embed(i, W, positions=p)), (ids, lambda s: torch.rand(s) * 99)),
+    "frequencies": (
+        lambda: make.layer(frequencies=nn.Parameter(torch.linspace(0.01, 2, D // 2)), precision="exact"),
+        (ids,),
+    ),
     "offset": (lambda: Call(lambda i, o: embed(i, W, offset=o)), (ids, lambda shape: shape[0] * shape[1] + 2)),
     "offset of a tensor": (lambda: Call(lambda i, o: embed(i, W, offset=o)), (ids, lambda shape: ids(shape[0], 90))),
     "fp16": (lambda: make.layer("PositionalEncoding", convention="fairseq"), (lambda s: activations(s).half(),)),
