@@ -207,7 +207,7 @@ STEPS = {
     r"LDG\S*\.64\.STRONG\S*": "L",
     r"SHFL\S*": "S",
     r"ATOMG?\S*\.MIN\.64\S*": "M",
-    r"ATOMG?\S*\.CAS\.STRONG\S*": "C",
+    r"ATOMG?\S*\.CAS(?:\.64)?\.STRONG\S*": "C",
     r"ATOMG?\S*\.EXCH\.STRONG\S*": "X",
     r"MEMBAR\.SC\.GPU": "F",
     r"(?:ATOM|ATOMG|ATOMS|RED|REDG|REDS)\.\S*": "?",
@@ -224,7 +224,11 @@ def problems_of_atomics(kernel: Kernel) -> list[str]:
         steps += next((letter for pattern, letter in STEPS.items() if re.fullmatch(pattern, opcode)), "")
     if kernel.function == "take_record":
         return [] if re.fullmatch(TAKES, steps) else [f"taking a record: {steps}"]
-    if kernel.function in READS_IDS or (kernel.forward and "gathered" in kernel.parameters):
+    general = kernel.function == "forward_general" or (
+        kernel.function == "forward_columns" and "true" in kernel.parameters
+    )
+    records = {"gathered", "dense"} if general else {"gathered"}  # dense: positions that a table has no row for
+    if kernel.function in READS_IDS or (kernel.forward and records & {*kernel.parameters}):
         # What the compiler moves behind the end are the exchanges of warps that are not whole.
         return [] if re.fullmatch(RECORDS, steps) else [f"a record, not by one atomic of a warp and fences: {steps}"]
     return [f"atomics: {steps}"] if re.search("[MCXF?]", steps) else []

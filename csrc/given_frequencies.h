@@ -61,10 +61,12 @@ POSENC_HD Turns turns_of(double w) {
     product[i] = high_product(m, kInverseTwoPi[i]) + (product[i + 1] < low);
   }
   // The 64 bits that begin `skip` bits behind the first one.
+  const auto limb = [&](int i) {  // without an index that is known at run time only, for which a GPU takes memory
+    return i == 0 ? product[0] : i == 1 ? product[1] : i == 2 ? product[2] : i == 3 ? product[3] : 0;
+  };
   const auto word = [&](int skip) {
     const int i = skip >> 6, rest = skip & 63;
-    const uint64_t first = i >= 0 && i < 4 ? product[i] : 0, second = i >= -1 && i < 3 ? product[i + 1] : 0;
-    return rest == 0 ? first : first << rest | second >> (64 - rest);
+    return rest == 0 ? limb(i) : limb(i) << rest | limb(i + 1) >> (64 - rest);
   };
   Turns turns;
   turns.whole = static_cast<uint32_t>(word(shift));

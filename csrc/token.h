@@ -79,7 +79,7 @@ POSENC_HD Token<acc_t> token_of(const ForwardParams& params, int64_t b, int64_t 
       if (params.at_padding == AtPadding::zeros || nothing) token.constant = true, token.scale = 0;
     }
   }
-  if constexpr (general)
+  if constexpr (general && source != Source::none)
     if (!has_row(params.encoding.table, token.position.whole))
       token.in_range = false, token.constant = true, token.scale = static_cast<acc_t>(NAN);
   return token;

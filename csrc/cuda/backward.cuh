@@ -190,6 +190,20 @@ struct ColumnSums {
     else *to = from_acc<T>(values[0]);
   }
 
+  __device__ __forceinline__ void store_partial(int64_t n, const Sum& sum) const {
+    if constexpr (vectors) {
+      struct Bits {
+        uint4 part[sizeof(Sum) / sizeof(uint4)];
+      };
+      const Bits bits = bit_cast<Bits>(sum);
+      uint4* const to = reinterpret_cast<uint4*>(&partial(n));
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(Sum) / sizeof(uint4)); ++i) store_bits(to + i, bits.part[i]);
+    } else {
+      partial(n) = sum;
+    }
+  }
+
   __device__ __forceinline__ Sum& partial(int64_t n) const {
     return *reinterpret_cast<Sum*>(static_cast<acc_t*>(scratch.partials) + n * params.width + column);
   }
@@ -229,7 +243,7 @@ __device__ __forceinline__ void sum_each_chunk(const BackwardParams& params, con
       const Sums columns{params, scratch, kept, column};
       typename Sums::Sum sum = columns.first_of(chunk.first);
       columns.add_tokens(chunk.first + 1, chunk.last, sum);
-      columns.partial(n) = sum;
+      columns.store_partial(n, sum);
     }
   }
 }

@@ -59,19 +59,22 @@ __device__ __forceinline__ Vector<T> load_vector(const T* from) {
   return bit_cast<Vector<T>>(read_only ? __ldg(bits) : *bits);
 }
 
-template <class T>
-__device__ __forceinline__ void store_vector(T* to, const acc_of<T> (&values)[kVector<T>]) {
-  Vector<T> vector;
-#pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) vector.element[i] = from_acc<T>(values[i]);
-  const uint4 bits = bit_cast<uint4>(vector);
+__device__ __forceinline__ void store_bits(void* to, const uint4& bits) {
 #if defined(__CUDA_ARCH__)
   // In assembler, because the compiler splits the assignment of a uint4.
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
                : "memory");
 #else
-  *reinterpret_cast<uint4*>(to) = bits;
+  *static_cast<uint4*>(to) = bits;
 #endif
+}
+
+template <class T>
+__device__ __forceinline__ void store_vector(T* to, const acc_of<T> (&values)[kVector<T>]) {
+  Vector<T> vector;
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) vector.element[i] = from_acc<T>(values[i]);
+  store_bits(to, bit_cast<uint4>(vector));
 }
 
 }  // namespace posenc::cuda

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks)
           made = true;
           store_pair<T, source>(params, elements, token, unit, elements.scaled(token.position, pair));
         }
-        if ((source == Source::gathered || general) && unit == 0 && !token.in_range)
+        if ((source == Source::gathered || (general && source == Source::dense)) && unit == 0 && !token.in_range)
           record_token(params, b, t, launch.errors);
       }
     }
