@@ -23,9 +23,10 @@ struct FrequencyMemory {
   static constexpr int64_t kArrays = 6;
 
   // Whole vectors are read past the last pair.
-  static int64_t stride_of(int64_t pairs) { return (pairs + 31) / 16 * 16; }
+  POSENC_HD static int64_t stride_of(int64_t pairs) { return (pairs + 31) / 16 * 16; }
   static int64_t bytes(int64_t pairs) { return kArrays * stride_of(pairs) * static_cast<int64_t>(sizeof(uint32_t)); }
-  FrequencyMemory(void* memory, int64_t pairs) : words(static_cast<uint32_t*>(memory)), stride(stride_of(pairs)) {}
+  POSENC_HD FrequencyMemory(void* memory, int64_t pairs)
+      : words(static_cast<uint32_t*>(memory)), stride(stride_of(pairs)) {}
 
   Frequencies view() const {
     Frequencies result;

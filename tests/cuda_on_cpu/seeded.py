@@ -118,10 +118,10 @@ HOST = [
     host("the size of the wrong device", RUNTIME, "cudaDevAttrMultiProcessorCount, index)",
          "cudaDevAttrMultiProcessorCount, 0)", "launch shapes"),
     # Memory.
-    host("16: scratch 256 bytes short", CALL, "empty({bytes}", "empty({bytes - 256}", "results", "embed_backward",
+    host("16: scratch 256 bytes short", CALL, "empty({bytes}", "empty({bytes - 256}", "results", BOTH,
          "past the end of memory"),
     host("scratch is given back at once", CALL, "scratch_ = empty({bytes}, ScalarType::Byte, like_); return scratch_->",
-         "return empty({bytes}, ScalarType::Byte, like_).", "results", "embed_backward", "memory that was given back"),
+         "return empty({bytes}, ScalarType::Byte, like_).", "results", BOTH, "memory that was given back"),
     host("20: frequencies of the host", "torch/embed.cpp", "call.frequencies(*table)", "table->view()", "results",
          "embed", "memory of the host"),
     host("10: one array of frequencies over another", RUNTIME, "words_.begin() + i * stride_);", "words_.begin());",
