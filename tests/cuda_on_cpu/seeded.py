@@ -119,7 +119,7 @@ HOST = [
          "cudaDevAttrMultiProcessorCount, 0)", "launch shapes"),
     # Memory.
     host("16: scratch 256 bytes short", CALL, "empty({bytes}", "empty({bytes > 256 ? bytes - 256 : 0}", "results", BOTH,
-         "past the end of memory"),
+         "past the end of memory|takes it for the device's"),
     host("scratch is given back at once", CALL, "scratch_ = empty({bytes}, ScalarType::Byte, like_); return scratch_->",
          "return empty({bytes}, ScalarType::Byte, like_).", "results", BOTH, "memory that was given back"),
     host("20: frequencies of the host", "torch/embed.cpp", "call.frequencies(*table)", "table->view()", "results",
