@@ -87,14 +87,19 @@ def in_order(op: Any, found: Mapping[str, Tensor | None]) -> tuple[Tensor | None
     return tuple(found.get(argument.name) for argument in op._schema.arguments if not argument.kwarg_only)
 
 
-def dense_gradient(call: GradientCall) -> Tensor:
-    """The sum over the tokens of each row, differentiably where that is asked for."""
+def gradient_of_rows(call: GradientCall, dropout: Mapping[str, Any], sparse: bool = False) -> Any:
+    """The sum over the tokens of each row, differentiably where that is asked for; sparse: the rows and their sums.
+
+    `dropout`: its arguments, where the gradient is to be dropped first.
+    """
+    grad = call.grad
     if compose.needed():  # forward mode over the backward pass
-        return compose.weight_gradient(call, sparse=False)
+        of_sum = compose.dropped(grad, **dropout) if dropout else grad
+        return compose.weight_gradient(call._replace(grad=of_sum), sparse)
     # Under create_graph the gradient must be differentiable, so the public op is called, which has a formula.
-    recorded = (torch.is_grad_enabled() and call.grad.requires_grad) or is_traced(call.grad)
-    result: Tensor = (_ops.embed_backward if recorded else _ops._embed_bwd).default(*call)
-    return result
+    recorded = (torch.is_grad_enabled() and grad.requires_grad) or is_traced(grad)
+    name = "embed_general_backward" if dropout else "embed_backward" if recorded else "_embed_bwd"
+    return getattr(_ops, f"{name}_sparse" if sparse else name).default(*call, **dropout)
 
 
 # The tensors that an encoding is made of.
@@ -125,12 +130,13 @@ def _table_gradient(
     number, dtype = given["encoding_scale"], grad.dtype
     if scale is not None:
         grad = grad.to(scale.dtype)  # so that it is rounded once, at the end
+    gradient: Tensor
     if without is None:
-        gradient = dense_gradient(GradientCall(grad, row, rows, number, -1, False))
+        gradient = gradient_of_rows(GradientCall(grad, row, rows, number, -1, False), {})
     else:
         # They add to one row more, which is cut off.
         row = row.masked_fill(without, rows)
-        gradient = dense_gradient(GradientCall(grad, row, rows + 1, number, rows, False))[:rows]
+        gradient = gradient_of_rows(GradientCall(grad, row, rows + 1, number, rows, False), {})[:rows]
     return gradient if scale is None else (gradient * scale.reshape(())).to(dtype)
 
 

@@ -24,7 +24,6 @@ from posenc_ext.ops.tracing import (
     decomposed,
     dispatch_modes,
     dynamo_compiling,
-    is_traced,
     jit_tracing,
 )
 from posenc_ext.plain import is_dtensor
@@ -160,18 +159,10 @@ def _gradient_of_shard(ctx: Any, grad: Tensor, input: Tensor, dropout: Mapping[s
 
 def _gradient(call: GradientCall, sparse: bool, dropout: Mapping[str, Any]) -> Tensor:
     """`dropout`: its arguments, where the gradient is to be dropped first."""
-    grad = call.grad
-    if compose.needed():  # forward mode over the backward pass
-        of_sum = compose.dropped(grad, **dropout) if dropout else grad
-        return compose.weight_gradient(call._replace(grad=of_sum), sparse)
-    # Under create_graph the gradient must be differentiable, so the public op is called, which has a formula.
-    recorded = (_grad_enabled() and grad.requires_grad) or is_traced(grad)
-    name = "embed_general_backward" if dropout else "embed_backward" if recorded else "_embed_bwd"
-    op = getattr(_ops, f"{name}_sparse" if sparse else name).default
-    if not sparse:
-        result: Tensor = op(*call, **dropout)
-        return result
-    rows, values = op(*call, **dropout)
+    found = elements.gradient_of_rows(call, dropout, sparse)
+    if isinstance(found, Tensor):
+        return found
+    rows, values = found
     # The rows come sorted and unique, so the gradient is born coalesced.
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), values, (call.num_weights, values.shape[1]), is_coalesced=True, check_invariants=False
