@@ -94,20 +94,19 @@ def test_fences_of_the_record_in_ptx(builder, arch):
     exchange after a fence releases, and such a swap before one acquires.
     """
     kinds = {
-        r"atom\.(?:relaxed\.)?global\.cas\.b32": "lock",
-        r"atom\.(?:relaxed\.)?global\.exch\.b32": "free",
-        r"membar\.gl|fence\.(?:sc|acq_rel)\.gpu": "fence",
-        r"st\.global\.u64": "write",
+        r"atom\.(?:relaxed\.)?global\.cas\.b32": "L",
+        r"atom\.(?:relaxed\.)?global\.exch\.b32": "X",
+        r"membar\.gl|fence\.(?:sc|acq_rel)\.gpu": "F",
+        r"st\.global\.u64": "W",
     }
     text = builder.ptx(build.Unit(build.CSRC / "cuda/bounds.cu"), arch).result().read_text()
     kernels = list(ptx_to_cpp.read_kernels(text))
     assert len(kernels) == 2
     for kernel in kernels:
         opcodes = [statement.text.split()[0] for statement in kernel.statements]
-        steps = [kind for opcode in opcodes for pattern, kind in kinds.items() if re.fullmatch(pattern, opcode)]
-        writes = ["write"] * steps.count("write")
-        assert len(writes) > 2
-        assert steps == ["lock", "fence", *writes, "fence", "free"], kernel.name
+        steps = "".join(kind for opcode in opcodes for pattern, kind in kinds.items() if re.fullmatch(pattern, opcode))
+        # nvcc may put what follows the locks of ids and of positions behind both.
+        assert re.fullmatch("L+(FW{3,}FX)+", steps) and steps.count("L") == steps.count("X"), (kernel.name, steps)
 
 
 # ---- bugs put into the real kernels
