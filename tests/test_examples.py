@@ -1,0 +1,60 @@
+"""The scripts of examples/, by the commands that their README names: what each of them says it shows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import child
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout's examples"),
+]
+
+
+def run(folder: Path, script: str, *arguments: object, processes: int = 0) -> str:
+    """What a script prints, on one thread; with `processes`, started by torchrun."""
+    settings = child(folder)
+    settings["env"]["OMP_NUM_THREADS"] = "1"
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+    command = [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def numbers(label: str, text: str) -> list[float]:
+    """Those of the line that starts with a label, percentages as fractions."""
+    found = re.search(rf"^{re.escape(label)}(?=\s)(.*)$", text, re.MULTILINE)
+    assert found, f"no line {label!r} in\n{text}"
+    words = re.findall(r"(?<![\w.])(-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(%?)", found[1])
+    return [float(number.replace(",", "")) / (100 if percent else 1) for number, percent in words]
+
+
+def test_the_readme_names_every_example():
+    text = (EXAMPLES / "README.md").read_text()
+    scripts = [path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*.py")]
+    assert scripts
+    for script in scripts:
+        assert f"{script.parent}/" in text or str(script) in text, script
+
+
+def test_train_translation(tmp_path):
+    text = run(tmp_path, "train_translation.py", "--steps", 200, "--plot", "curves.png")
+    (floor,) = numbers("least loss without positions, ln(6!)/6:", text)
+    for kind in ("textbook", "fused", "learned"):
+        loss, faultless, _ = numbers(kind, text)
+        assert loss < 0.05, text
+        assert faultless > 0.95, text
+    loss, faultless, _ = numbers("none", text)
+    assert loss > floor, text
+    assert faultless < 0.1, text
+    start, _, later = numbers("textbook - fused at most:", text)
+    assert start < 1e-5, text
+    assert later < 0.05, text
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
