@@ -58,3 +58,15 @@ def test_train_translation(tmp_path):
     assert start < 1e-5, text
     assert later < 0.05, text
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_long_context(tmp_path):
+    text = run(tmp_path, "long_context.py", "--queries", 64)
+    for length in (512, 32768, 131072):
+        found, error, kept = numbers(f"posenc_ext   {length:7}", text)
+        assert found == 1, text
+        assert error <= 2e-3, text  # half of the last bit of bfloat16 below 1
+        assert kept == 0, text
+    for length in (32768, 131072):
+        assert numbers(f"frequencies  {length:7}", text)[0] < 0.1, text
+    assert numbers(f"table        {131072:7}", text)[1] > 5e-3, text
