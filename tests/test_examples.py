@@ -70,3 +70,12 @@ def test_long_context(tmp_path):
     for length in (32768, 131072):
         assert numbers(f"frequencies  {length:7}", text)[0] < 0.1, text
     assert numbers(f"table        {131072:7}", text)[1] > 5e-3, text
+
+
+def test_decode(tmp_path):
+    text = run(tmp_path, "decode.py", "--steps", 17)
+    for way in ("whole pass, eager", "cache, eager", "cache, compiled"):
+        _, equal = numbers(way, text)
+        assert equal == 1, text
+    assert numbers("different tokens:", text)[0] > 10, text
+    assert numbers("graphs compiled:", text) == [1], text
