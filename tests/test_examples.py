@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import child
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -15,6 +16,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the checkout's examples"),
 ]
+needs_gloo = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch without gloo"
+)
 
 
 def run(folder: Path, script: str, *arguments: object, processes: int = 0) -> str:
@@ -79,3 +83,31 @@ def test_decode(tmp_path):
         assert equal == 1, text
     assert numbers("different tokens:", text)[0] > 10, text
     assert numbers("graphs compiled:", text) == [1], text
+
+
+def test_left_padded_batch(tmp_path):
+    text = run(tmp_path, "left_padded_batch.py")
+    assert "input layer, bits equal to those of a prompt alone: yes" in text
+    equal, difference = numbers("real tokens counted", text)
+    assert equal == 1, text
+    assert difference < 1e-4, text
+    equal, difference = numbers("pads counted too", text)
+    assert equal < 0.9, text
+    assert difference > 0.01, text
+
+
+@needs_gloo
+def test_sequence_shards(tmp_path):
+    text = run(tmp_path, "distributed/sequence_shards.py", processes=2)
+    for way in ("offset", "positions", "DTensor"):
+        assert re.search(rf"^{way} +bits of the whole: yes;", text, re.MULTILINE), text
+        assert numbers(way, text)[0] < 1e-5, text
+
+
+def test_export_onnx(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    text = run(tmp_path, "export_onnx.py", "model.onnx")
+    assert "operators that are not ONNX's own: none" in text
+    for shape in ("[2, 5]", "[1, 1]", "[3, 700]"):
+        assert numbers(f"ids {shape}: onnxruntime and torch differ by at most", text)[0] < 1e-5, text
