@@ -7,7 +7,7 @@
 #include "../token.h"
 #include "partition.h"
 
-#if defined(__x86_64__)
+#if defined(POSENC_X86_TARGETS)
 #include <cpuid.h>
 #endif
 
@@ -19,7 +19,7 @@ struct Isa {
   const Kernels* kernels;
 };
 
-#if defined(__x86_64__)
+#if defined(POSENC_X86_TARGETS)
 // clang 14 has no __builtin_cpu_supports("f16c").
 bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -31,7 +31,7 @@ bool has_f16c() {
 const std::vector<Isa>& isas() {
   static const std::vector<Isa> list = [] {
     std::vector<Isa> found;
-#if defined(__x86_64__)
+#if defined(POSENC_X86_TARGETS)
     const bool v3 =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && has_f16c();
     const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -359,7 +359,8 @@ struct Dropper {
 
 // ---- rows
 
-// A later token's row lies anywhere in the table, so it is prefetched while this one is worked on, a piece with every
+// A later token's row lies anywhere in the table, or apart from this one (a block of columns, another row of the
+// batch), where the processor does not foresee it. So it is prefetched while this one is worked on, a piece with every
 // store. Asking for a whole row at once would fill the queue that streaming stores need too.
 constexpr int64_t kPrefetchTokens = 3;
 
@@ -398,7 +399,7 @@ __attribute__((noinline)) void write_span(const T* base, int64_t column_stride, 
   const bool vectors = (source == Source::none || column_stride == 1) && !(drops && sizeof(T) == 8);
   const int64_t whole = vectors ? count : 0;
   for (; i + kStep <= whole; i += kStep) {
-    if constexpr (source == Source::gathered) prefetch_to_l2(later + i);
+    if constexpr (source != Source::none) prefetch_to_l2(later + i);
     Vector values[kVectorsPerStore<T>] = {};
     if constexpr (source != Source::none) E::load(base + i, values);
     for (int64_t v = 0; v < kVectorsPerStore<T>; ++v) {
@@ -436,7 +437,7 @@ POSENC_HD void fused_row(const Visit& visit, const Columns& columns, const T* ba
   // Inlined always: in bf16 g++ would call it for every vector, which takes 1.3 times as long.
   const auto write = [&](int64_t at, const FloatVector* encoding) __attribute__((always_inline)) {
     FloatVector values[kVectors] = {};
-    if constexpr (source == Source::gathered) prefetch_to_l2(later + at);
+    if constexpr (source != Source::none) prefetch_to_l2(later + at);
     if constexpr (source != Source::none) E::load(base + at, values);
     for (int64_t n = 0; n < kVectors; ++n) values[n] = epilogue<source, true>(values[n], encoding[n], token);
     E::template store<stream>(out + at, values);

@@ -44,7 +44,9 @@ struct Kernels {
 };
 
 extern const Kernels kernels_baseline;
-#if defined(__x86_64__)
+// Where the results matter and not the speed, the baseline alone is compiled.
+#if defined(__x86_64__) && !defined(POSENC_BASELINE_ONLY)
+#define POSENC_X86_TARGETS 1
 extern const Kernels kernels_x86_64_v3;
 extern const Kernels kernels_x86_64_v4;
 extern const Kernels kernels_x86_64_v4_bf16;
