@@ -84,7 +84,7 @@ def main() -> None:
     """Train in each way, and in one process for comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", default=KINDS, help=f"of {', '.join(KINDS)}; all of them without any")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16, help="of all processes together, a multiple of their number")
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--vocab-size", type=int, default=31)
