@@ -31,7 +31,7 @@ _VERSION = 1 << 20  # of every number but those of 0.1, which csrc/spec.h decode
 class Spec(NamedTuple):
     """An encoding as every op takes it.
 
-    Args:
+    Attributes:
         base: of the frequencies.
         flags: divisor, layout, odd-width rule, precision and token axes, four bits a field, and a version bit.
 

@@ -21,7 +21,7 @@ _HEAD = 256  # rows that the frequencies are measured in
 class Identified(NamedTuple):
     """What `identify_convention` found: row r of the table is scale * the encoding of position start + r.
 
-    Args:
+    Attributes:
         convention: of the layer that encodes likewise: a named one where one fits. Its `first_position` is that of the
             row after `padding_row`, or `start` where there is none. At an even width the odd rule cannot be told.
         scale: factor of all numbers, above 0; 1 and sqrt(D)^+-1 exactly.
