@@ -99,7 +99,13 @@ def dead_links(page: Path) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("page", sorted(p for p in ROOT.rglob("*.md") if not {"build", "site"} & set(p.parts)), ids=str)
+LINKING = [
+    *ROOT.glob("*.md"),
+    *(p for folder in ("docs", "bench", "tests", "examples") for p in (ROOT / folder).rglob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in sorted(LINKING)])
 def test_links(page):
     assert dead_links(page) == []
 
@@ -108,6 +114,12 @@ def test_dead_links_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Some title\n[a](page.md#some-title) [b](page.md#other) [c](other.md) [d](https://example.org)\n")
     assert dead_links(page) == ["page.md#other", "other.md"]
+
+
+def test_one_version():
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f'__version__ = "{version}"' in (ROOT / "posenc_ext/__init__.py").read_text()
 
 
 # ---- docstrings ------------------------------------------------------------------------------------------------------
