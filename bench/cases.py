@@ -95,13 +95,16 @@ class Case:
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def into_out(case: Case, settings: Settings, *, positions: bool = False) -> list[Provider]:
-    """Everything, against the gather alone: what scale, encoding and sum cost on top of moving the rows."""
+def into_out(case: Case, settings: Settings, *, positions: str = "") -> list[Provider]:
+    """Everything, against the gather alone: what scale, encoding and sum cost on top of moving the rows.
+
+    Explicit positions: all rows alike, which nobody tells the kernel, or no two tokens alike.
+    """
     shape, ids, weight = case.shape, case.batches(settings), case.weight(settings)
     data, out = weight.detach(), torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
     flat, flat_ids = out.view(-1, shape.width), [tokens.view(-1) for tokens in ids]
-    # All rows of positions are full and alike, but nobody tells the kernel: it computes every token's encoding anew.
-    places = torch.arange(shape.length).repeat(shape.batch, 1) if positions else None
+    alike, unlike = torch.arange(shape.length).repeat(shape.batch, 1), torch.arange(shape.tokens).view(shape.batch, -1)
+    places = {"": None, "alike": alike, "unlike": unlike}[positions]
     return [
         Provider(OURS, lambda tokens: functional.embed(tokens, data, positions=places, out=out), ids),
         Provider(INDEX_SELECT, lambda tokens: torch.index_select(data, 0, tokens, out=flat), flat_ids, same=False),
@@ -503,9 +506,10 @@ def cpu_cases() -> Iterator[Case]:
     for shape, most in zip(shapes, (0.90, 1.10, 1.20, 2.0), strict=True):
         title = f"forward {shape.text}, out="
         yield out(f"forward.out.{shape.name}", title, into_out, shape, {INDEX_SELECT: most})
-    name, title = f"forward.positions.{batched.name}", f"forward {text}, explicit positions, out="
-    with_positions = partial(into_out, positions=True), batched, {INDEX_SELECT: 1.30}
-    yield out(name, title, *with_positions, bytes_moved=partial(Shape.forward_bytes, positions=True))
+    for kind in ("alike", "unlike"):
+        name, title = f"forward.{kind}.{batched.name}", f"forward {text}, positions of rows {kind}, out="
+        with_positions = partial(into_out, positions=kind), batched, {INDEX_SELECT: 1.0 if kind == "alike" else 1.30}
+        yield out(name, title, *with_positions, bytes_moved=partial(Shape.forward_bytes, positions=True))
     for shape in shapes:
         title = f"forward {shape.text}"
         yield pooled(f"forward.module.{shape.name}", title, layers, shape, {EAGER: 0.40, COMPILED: 0.90})

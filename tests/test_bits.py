@@ -32,6 +32,7 @@ def forward_cases(dtype, large):
     cases = [
         ("embed", lambda: embed(ids, rows)),
         ("embed, positions, tensor2tensor", lambda: embed(ids, rows, positions=positions, convention="tensor2tensor")),
+        ("embed, positions that repeat", lambda: embed(ids, rows, positions=positions % 50)),
         ("embed, sequence first, exact", lambda: embed(ids, rows, batch_first=False, precision="exact", offset=2**33)),
         ("add, musicgen", lambda: add_positional_encoding(x, convention="musicgen", offset=-3)),
         ("add, positions", lambda: add_positional_encoding(x, positions=positions, precision="exact")),
@@ -39,7 +40,7 @@ def forward_cases(dtype, large):
         ("PE, exact", lambda: positional_encoding(positions, width, precision="exact", **size)),
         ("rows", lambda: scaled_embedding(ids, rows)),
     ]
-    return [cases[0], cases[3], cases[5]] if large else cases
+    return [cases[0], cases[2], cases[4], cases[6]] if large else cases
 
 
 def backward_cases(dtype):
@@ -226,6 +227,46 @@ def test_any_part_of_a_batch_may_be_a_threads(dtype, precision, threads):
             assert_same_bits(added[-1], added[0], f"{shape}, {count} threads, rows")
             transposed = embed(ids.t(), weight, batch_first=False, **options)
             assert_same_bits(transposed.transpose(0, 1), want, f"{shape}, {count} threads, sequence first")
+
+
+def repeated_positions(batch, length):
+    """Positions of which many are alike: name, positions. Each is met by several rows, or by one more than once."""
+    index = torch.arange(length)
+    pads = torch.randint(length // 2, (batch, 1))
+    return {
+        "alike": index.repeat(batch, 1),
+        "padded on the left": (index - pads).clamp(min=-1),
+        "packed": (index % (length // 3)).repeat(batch, 1),
+        "offsets": torch.arange(batch).unsqueeze(1) + index - 2,
+        "far ones": torch.randint(5, (batch, length)) * 2**40 - 2**41,
+        "fractions": torch.randint(9, (batch, length)) * 0.37 - 1,
+        "one": torch.full((batch, length), 7),
+        "half are alike": torch.randint(batch * length // 2 - 20, (batch, length)),
+    }
+
+
+@make.each_dtype
+@pytest.mark.parametrize("width", [258, 515, 1200, 4500])
+def test_positions_that_repeat(dtype, width, threads):
+    """Tokens that share a position share its encoding, whatever their order; each has what it has alone."""
+    weight = torch.randn(50, width).to(dtype)
+    shape = (8, 18 if width > 1000 else 40)
+    ids = torch.randint(50, shape)
+    for convention in ("vaswani", "fairseq"):
+        for name, positions in repeated_positions(*shape).items():
+            options = {"convention": convention, "padding_idx": 3, "at_padding": "no_encoding"}
+            alone = [
+                [embed(ids[b, t], weight, positions=positions[b, t], **options) for t in range(shape[1])]
+                for b in range(shape[0])
+            ]
+            want = torch.stack([torch.stack(row) for row in alone])
+            for count in (1, 3):
+                threads(count)
+                assert_same_bits(embed(ids, weight, positions=positions, **options), want, f"{name}, {count}")
+                flat = embed(ids.flatten(), weight, positions=positions.flatten(), **options)
+                assert_same_bits(flat.view_as(want), want, f"{name}, in one row, {count}")
+                turned = embed(ids.t(), weight, positions=positions.t(), batch_first=False, **options)
+                assert_same_bits(turned.transpose(0, 1), want, f"{name}, sequence first, {count}")
 
 
 @pytest.mark.parametrize("width", [64, 131])

@@ -7,7 +7,7 @@
 #include "../token.h"
 #include "partition.h"
 
-#if defined(__x86_64__)
+#if defined(POSENC_X86_TARGETS)
 #include <cpuid.h>
 #endif
 
@@ -19,7 +19,7 @@ struct Isa {
   const Kernels* kernels;
 };
 
-#if defined(__x86_64__)
+#if defined(POSENC_X86_TARGETS)
 // clang 14 has no __builtin_cpu_supports("f16c").
 bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -31,7 +31,7 @@ bool has_f16c() {
 const std::vector<Isa>& isas() {
   static const std::vector<Isa> list = [] {
     std::vector<Isa> found;
-#if defined(__x86_64__)
+#if defined(POSENC_X86_TARGETS)
     const bool v3 =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && has_f16c();
     const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -112,12 +112,70 @@ Frequencies convert(const GivenFrequencies& given, void* memory) {
   return result;
 }
 
+namespace {
+
+// Tokens by blocks of positions, if that repays: if there are half as many positions as tokens at the most, as in a
+// batch that is padded on the left, packed sequences, or rows at offsets that are near one another. Else none.
+std::vector<GroupedToken> group_by_position(const ForwardParams& params) {
+  const Tokens& tokens = params.tokens;
+  const Positions& positions = params.positions;
+  const int64_t count = tokens.count();
+  const bool own = positions.given.data != nullptr || positions.floats.data != nullptr;
+  if (!own || !params.encoding.columns.encoded || (positions.shared() && tokens.batch > 1)) return {};
+  if (count < 8 || count * params.encoding.columns.width < kGrainElements || count > INT32_MAX) return {};
+
+  // Positions get numbers in the order in which they are met; a hash table finds them again.
+  constexpr uint32_t kNone = UINT32_MAX;
+  int bits = 3;
+  while (int64_t{1} << bits < count) ++bits;
+  std::vector<uint32_t> slots(size_t{1} << bits, kNone);
+  std::vector<Position> met;
+  const auto is = [&](uint32_t n, const Position& p) {
+    return met[n].whole == p.whole && met[n].fraction == p.fraction;
+  };
+  std::vector<GroupedToken> in_memory(count);
+  uint32_t n = kNone;
+  for (int64_t i = 0, b = 0, t = 0; i < count; ++i) {
+    const Position position = position_of<true>(params, b, t);
+    ++n;  // most positions follow the last token's
+    if (n >= met.size() || !is(n, position)) {
+      const uint64_t key = (static_cast<uint64_t>(position.whole) ^ position.fraction * 0xD1342543DE82EF95u);
+      uint64_t slot = key * 0x9E3779B97F4A7C15u >> (64 - bits);
+      while (slots[slot] != kNone && !is(slots[slot], position)) slot = (slot + 1) & (slots.size() - 1);
+      if (slots[slot] == kNone) {
+        if (static_cast<int64_t>(met.size()) == count / 2) return {};
+        slots[slot] = static_cast<uint32_t>(met.size());
+        met.push_back(position);
+      }
+      n = slots[slot];
+    }
+    in_memory[i] = {static_cast<uint32_t>(b), static_cast<uint32_t>(t), n};
+    if (tokens.sequence_first()) {
+      if (++b == tokens.batch) b = 0, ++t;
+    } else if (++t == tokens.seq) {
+      t = 0, ++b;
+    }
+  }
+
+  const uint32_t block_size = static_cast<uint32_t>(positions_per_block(params.encoding));
+  std::vector<uint32_t> begin(met.size() / block_size + 2);
+  for (const GroupedToken& token : in_memory) ++begin[token.position / block_size + 1];
+  for (size_t block = 1; block < begin.size(); ++block) begin[block] += begin[block - 1];
+  std::vector<GroupedToken> grouped(count + 1);
+  for (const GroupedToken& token : in_memory) grouped[begin[token.position / block_size]++] = token;
+  return grouped;
+}
+
+}  // namespace
+
 const Kernels& active_kernels() { return *active().load(std::memory_order_relaxed)->kernels; }
 
 void forward(const ForwardParams& params, ParallelFor parallel_for) {
   const int64_t width = params.encoding.columns.width, tokens = params.tokens.count();
   if (tokens == 0) return;
   ForwardCall call{params, tokens * width * element_size(params.dtype) >= kStreamBytes};
+  const std::vector<GroupedToken> grouped = group_by_position(params);
+  if (!grouped.empty()) call.grouped = grouped.data();
   const int64_t grain = std::max<int64_t>(kGrainElements / width, 1);
   if (parallel_for(0, tokens, grain, active_kernels().forward, &call) != 0) throw_parallel_error();
 }

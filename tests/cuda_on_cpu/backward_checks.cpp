@@ -502,7 +502,7 @@ void check_mixtures(const Options& options) {
     const auto one_in = [&](int64_t n) { return random.below(n) == 0; };
     auto pattern = kPatterns.begin();
     std::advance(pattern, random.below(static_cast<int64_t>(kPatterns.size())));
-    BackwardCase what{dtypes(options)[random.below(options.few ? 2 : 4)], pattern->first,
+    BackwardCase what{dtypes(options)[random.below(options.two_types ? 2 : 4)], pattern->first,
                       1 + random.below(options.few ? 140 : 500)};
     what.rows = 1 + random.below(one_in(3) ? 200 : 9);
     what.width = one_in(2) ? 8 * (1 + random.below(6)) : 1 + random.below(50);

@@ -32,8 +32,8 @@ CSRC = ROOT / "csrc"
 NOT_KERNELS = {"runtime.cu"}
 # Compiled once for each element type, as in setup.py.
 FORWARD_KERNELS = "forward_kernels.cu"
-# TSan knows some thousand threads at a time, and is slow at them: `checks --few` asks for these kernels alone.
-TSAN_TYPES = ("float32", "bfloat16")
+# What `checks --two-types` and `--few` ask for: sanitizers see no more in the kernels of other element types.
+TWO_TYPES = ("float32", "bfloat16")
 
 # Of every file that the shim is included in. Compiled beforehand, since they take longer than most of those files.
 SHIM_HEADERS = [
@@ -229,10 +229,12 @@ class Builder:
         return [*self.reference_objects(), *[self.object(path, includes()) for path in checks]]
 
     def reference_objects(self) -> list[futures.Future[Path]]:
-        """The CPU backend, and the runtime."""
+        """The CPU backend with one instruction set, since all have the same bits, and the runtime."""
         shared = [CSRC / name for name in ("frequency.cpp", "segments.cpp", "errors.cpp")]
-        reference = [*sorted((CSRC / "cpu").rglob("*.cpp")), *shared]
-        return [*[self.object(path, includes()) for path in reference], self.runtime_object()]  # the slowest first
+        kernels = CSRC / "cpu/kernels/baseline.cpp"
+        reference = [kernels, *sorted((CSRC / "cpu").glob("*.cpp")), *shared]  # the slowest first
+        flags = ["-DPOSENC_BASELINE_ONLY", *fma_flags(), *includes()]
+        return [*[self.object(path, flags) for path in reference], self.runtime_object()]
 
     def runtime_object(self) -> futures.Future[Path]:
         """The CUDA runtime without a device."""
@@ -341,11 +343,13 @@ class Builder:
         compile_or_raise([gxx() or "g++", *SANITIZERS[mode], *flags, *paths, "-o", target])
         return target
 
-    def source_program(self, mode: str) -> Path:
-        return self.link(f"source-{mode}", [*self.kernels_from_source(mode), *self.host_objects()], mode)
+    def source_program(self, mode: str, units: Sequence[Unit] | None = None) -> Path:
+        objects = [*self.kernels_from_source(mode, units), *self.host_objects()]
+        return self.link(f"source-{mode}", objects, mode, partial=units is not None)
 
-    def ptx_program(self, arch: int, mode: str) -> Path:
-        return self.link(f"ptx-{arch}-{mode}", [*self.kernels_from_ptx(arch, mode), *self.host_objects()], mode)
+    def ptx_program(self, arch: int, mode: str, units: Sequence[Unit] | None = None) -> Path:
+        objects = [*self.kernels_from_ptx(arch, mode, units), *self.host_objects()]
+        return self.link(f"ptx-{arch}-{mode}", objects, mode, partial=units is not None)
 
     def sample_objects(self, mode: str, arch: int | None = None) -> list[Any]:
         kernels = Unit(HERE / "sample_kernels.cu")

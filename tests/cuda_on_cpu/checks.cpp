@@ -1,7 +1,7 @@
 // Runs the real kernels, whatever they were compiled from, through their launchers, and compares every bit with the CPU
 // backend.
 //
-//   checks [--few] [--stop] [--only GROUP]
+//   checks [--two-types] [--few] [--stop] [--only GROUP]
 #include "checks.h"
 
 #include <cstring>
@@ -66,7 +66,7 @@ const char* name_of(posenc::Dtype dtype) {
 
 std::vector<posenc::Dtype> dtypes(const Options& options) {
   using posenc::Dtype;
-  if (options.few) return {Dtype::float32, Dtype::bfloat16};
+  if (options.two_types) return {Dtype::float32, Dtype::bfloat16};
   return {Dtype::float32, Dtype::bfloat16, Dtype::float64, Dtype::float16};
 }
 
@@ -162,7 +162,8 @@ bool Device::recorded_nothing() const {
 int main(int argc, char** argv) {
   checks::Options options;
   for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--few") == 0) options.few = true;
+    if (std::strcmp(argv[i], "--few") == 0) options.two_types = options.few = true;
+    if (std::strcmp(argv[i], "--two-types") == 0) options.two_types = true;
     if (std::strcmp(argv[i], "--stop") == 0) checks::stop_at_failure = true;
     if (std::strcmp(argv[i], "--only") == 0 && i + 1 < argc) options.only = argv[++i];
   }

@@ -17,8 +17,9 @@ namespace checks {
 
 // Which checks to run: a program for TSan must be content with few and small ones.
 struct Options {
-  bool few = false;  // fp32 and bf16 alone, and no launch of more than a few blocks
-  std::string only;  // of the groups of checks, those whose name begins so
+  bool two_types = false;  // fp32 and bf16 alone
+  bool few = false;        // that, and no launch of more than a few blocks
+  std::string only;        // of the groups of checks, those whose name begins so
 };
 
 void check_forward(const Options& options);

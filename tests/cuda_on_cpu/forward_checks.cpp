@@ -674,7 +674,7 @@ void check_mixtures(const Options& options) {
   Random random(2024);
   for (int i = 0; i < (options.few ? 80 : 500); ++i) {
     const auto one_in = [&](int64_t n) { return random.below(n) == 0; };
-    ForwardCase what{dtypes(options)[random.below(options.few ? 2 : 4)], kSources[random.below(3)],
+    ForwardCase what{dtypes(options)[random.below(options.two_types ? 2 : 4)], kSources[random.below(3)],
                      random.below(kTestLayouts), odd_rule(random.below(3))};
     what.divisor = static_cast<Divisor>(random.below(kDivisors));
     what.precision = kBothPrecisions[random.below(2)];
@@ -1043,10 +1043,10 @@ void check_far_apart(const Options& options) {
 
 // More rows of the batch than an axis of the grid has blocks for. The first block of that axis also writes the last
 // ones.
-void check_long_batches() {
+void check_long_batches(const Options& options) {
   const int64_t step = 65535 * 64, batch = step + 33, width = 2;
   const int64_t position = 3;
-  for (const Dtype dtype : {Dtype::float32, Dtype::float64}) {
+  for (const Dtype dtype : {Dtype::float32, options.two_types ? Dtype::bfloat16 : Dtype::float64}) {
     ForwardCase shape{dtype, Source::none};
     shape.batch = 2, shape.seq = 1, shape.width = width, shape.offset = position;
     ForwardTensors tensors(shape);
@@ -1095,7 +1095,7 @@ void check_forward(const Options& options) {
   if (begin_group(options, "forward: tokens of one thread")) check_tokens_of_one_thread(options);
   if (begin_group(options, "bounds check")) check_bounds(options);
   if (!options.few && begin_group(options, "forward: far apart")) check_far_apart(options);
-  if (!options.few && begin_group(options, "forward: long batches")) check_long_batches();
+  if (!options.few && begin_group(options, "forward: long batches")) check_long_batches(options);
 }
 
 }  // namespace checks

@@ -27,7 +27,7 @@ class Bug:
         """Exit status and output of the checks that must notice it."""
         if self.mode in ("contention", "memory order"):
             return build.run_program(program, self.only, seed=1)  # without one, threads take no turns
-        few = ["--few"] if self.mode == "tsan" else []
+        few = {"asan": ["--two-types"], "tsan": ["--few"]}.get(self.mode, [])  # TSan is slow at many threads
         return build.run_program(program, *few, "--only", self.only)
 
     def is_caught(self, status: int, output: str) -> bool:
@@ -56,14 +56,14 @@ class Bug:
             return builder.host_program(name, objects)
         if self.mode in ("contention", "memory order"):
             return builder.contention_program(self.mode, csrc, name)
-        originals = build.kernel_units(dtypes=build.TSAN_TYPES) if self.mode == "tsan" else build.kernel_units()
+        originals = build.kernel_units(dtypes=None if self.mode == "plain" else build.TWO_TYPES)
         whole = [u for u in originals if u.name in units]
         changed = [u._replace(path=csrc / "cuda" / u.path.name) for u in whole]
         changed += [self.kernels(folder, name) for name in set(units) - {u.name for u in whole}]
         # Of a template's instance or an inline function that several units have, the first one counts.
         objects = [builder.shim_object(u, self.mode, csrc=csrc) for u in changed]
         objects += [builder.shim_object(u, self.mode) for u in originals if u not in whole]
-        return builder.link(name, [*objects, *builder.host_objects()], self.mode, partial=self.mode == "tsan")
+        return builder.link(name, [*objects, *builder.host_objects()], self.mode, partial=self.mode != "plain")
 
     def kernels(self, folder: Path, name: str) -> build.Unit:
         """Some kernels alone: all of a unit take several times as long to compile."""
@@ -244,7 +244,7 @@ SHAPES = [
            "number", "asan", "forward: tokens", OVERFLOW),
     kernel("rows of tokens past the last one", FORWARD, "forward_kernels_bfloat16", "walk.has(i) ? place : 0", "place",
            "asan", "forward: tokens", OVERFLOW + "|misaligned address"),
-    kernel("tokens past the last one are written", FORWARD, "forward_kernels_float16", "if (!walk.has(i)) break;", "",
+    kernel("tokens past the last one are written", FORWARD, "forward_kernels_bfloat16", "if (!walk.has(i)) break;", "",
            "asan", "forward: tokens", OVERFLOW + "|misaligned address"),
     kernel("threads beyond the outer axis have tokens", FORWARD, "forward_kernels_float32",
            "if (outer >= length(!kAlongSeq)) inner = length(kAlongSeq);", "", "asan", "forward: kernels", OVERFLOW),

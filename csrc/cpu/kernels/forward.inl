@@ -4,7 +4,7 @@
 // tokens at those positions, and goes on. A row that shares its encoding with no other token skips the tiles where its
 // layout allows it (fused_row).
 
-constexpr int64_t kTilePairs = 256;
+using cpu::kTilePairs, cpu::kTiles;
 
 // ---- encodings
 
@@ -359,7 +359,8 @@ struct Dropper {
 
 // ---- rows
 
-// A later token's row lies anywhere in the table, so it is prefetched while this one is worked on, a piece with every
+// A later token's row lies anywhere in the table, or apart from this one (a block of columns, another row of the
+// batch), where the processor does not foresee it. So it is prefetched while this one is worked on, a piece with every
 // store. Asking for a whole row at once would fill the queue that streaming stores need too.
 constexpr int64_t kPrefetchTokens = 3;
 
@@ -398,7 +399,7 @@ __attribute__((noinline)) void write_span(const T* base, int64_t column_stride, 
   const bool vectors = (source == Source::none || column_stride == 1) && !(drops && sizeof(T) == 8);
   const int64_t whole = vectors ? count : 0;
   for (; i + kStep <= whole; i += kStep) {
-    if constexpr (source == Source::gathered) prefetch_to_l2(later + i);
+    if constexpr (source != Source::none) prefetch_to_l2(later + i);
     Vector values[kVectorsPerStore<T>] = {};
     if constexpr (source != Source::none) E::load(base + i, values);
     for (int64_t v = 0; v < kVectorsPerStore<T>; ++v) {
@@ -436,7 +437,7 @@ POSENC_HD void fused_row(const Visit& visit, const Columns& columns, const T* ba
   // Inlined always: in bf16 g++ would call it for every vector, which takes 1.3 times as long.
   const auto write = [&](int64_t at, const FloatVector* encoding) __attribute__((always_inline)) {
     FloatVector values[kVectors] = {};
-    if constexpr (source == Source::gathered) prefetch_to_l2(later + at);
+    if constexpr (source != Source::none) prefetch_to_l2(later + at);
     if constexpr (source != Source::none) E::load(base + at, values);
     for (int64_t n = 0; n < kVectors; ++n) values[n] = epilogue<source, true>(values[n], encoding[n], token);
     E::template store<stream>(out + at, values);
@@ -538,6 +539,16 @@ struct TokenLoop {
   }
 };
 
+// The same for tokens that are grouped.
+struct GroupedLoop {
+  const cpu::GroupedToken* token;
+  int64_t b = token->b, t = token->t;
+  void next() {
+    ++token;
+    b = token->b, t = token->t;
+  }
+};
+
 // Tokens are looked up kMost at a time, before the work on them, so that the rows to prefetch are known.
 template <class T, Source source>
 struct Lookup {
@@ -548,13 +559,14 @@ struct Lookup {
 
   // Looks up the next `count` tokens, moves the loop past them, and looks up those to prefetch after them. `left`:
   // tokens until the end of this thread's work.
-  void collect(const ForwardParams& call, TokenLoop& loop, int64_t count, int64_t left) {
+  template <class Loop>
+  void collect(const ForwardParams& call, Loop& loop, int64_t count, int64_t left) {
     const ForwardParams params = call;  // local, so that it stays in registers while tokens are stored
     for (int64_t i = 0; i < count; ++i, loop.next()) {
       tokens[i] = token_of<source, acc_t, true>(params, loop.b, loop.t);
       t[i] = loop.t;
     }
-    TokenLoop ahead = loop;
+    Loop ahead = loop;
     for (int64_t i = count; i < count + kPrefetchTokens; ++i) {
       tokens[i] = tokens[i - 1];
       if (i >= left) continue;
@@ -563,10 +575,6 @@ struct Lookup {
     }
   }
 };
-
-// A thread's tiles: 16 KB in fp32. They hold whole rows of several positions, so that consecutive rows of out are
-// written before the next batch row.
-constexpr int64_t kTiles = 8;
 
 template <class T, Source source, bool stream>
 class ForwardLoop {
@@ -592,10 +600,8 @@ class ForwardLoop {
       for (int64_t i = 0; i < count; ++i) {
         const Token<acc_t>& token = lookup_.tokens[i];
         const Position& position = token.position;
-        if (token.constant) {
-          write_constant<T, stream>(out_of(i), columns.width, token.scale);
-        } else if (!token.encoded) {
-          write_columns(i, {0, columns.width, nullptr});
+        if (token.constant || !token.encoded) {
+          write_without_encoding(i);
         } else if (!fused_ || !token.embedded || position.whole < 0 ||
                    !is_near(params_.encoding, magnitude(position))) {
           for (int64_t tile = 0; tile < tiles_per_row(); tile += kTiles) {
@@ -612,9 +618,39 @@ class ForwardLoop {
     }
   }
 
+  // Makes an encoding for each block of these tokens in which a position occurs.
+  void write_grouped(const cpu::GroupedToken* tokens, int64_t begin, int64_t end) {
+    const int64_t in_pass = std::min(tiles_per_row(), kTiles), block_size = cpu::positions_per_block(params_.encoding);
+    for (int64_t at = begin; at < end;) {
+      int64_t block_end = at;
+      while (block_end < end && tokens[block_end].position / block_size == tokens[at].position / block_size)
+        ++block_end;
+      for (int64_t tile = 0; tile < tiles_per_row(); tile += in_pass) {
+        const int64_t some = std::min(in_pass, tiles_per_row() - tile);
+        uint32_t made = 0;  // a bit for each position
+        GroupedLoop loop{tokens + at};
+        for (int64_t token = at; token < block_end; token += Lookup<T, source>::kMost) {
+          const int64_t count = std::min(Lookup<T, source>::kMost, block_end - token);
+          lookup_.collect(params_, loop, count, end - token);
+          for (int64_t i = 0; i < count; ++i) {
+            if (lookup_.tokens[i].constant || !lookup_.tokens[i].encoded) {
+              if (tile == 0) write_without_encoding(i);
+              continue;
+            }
+            const int64_t n = tokens[token + i].position % block_size;
+            if ((made >> n & 1) == 0) fill_tiles(lookup_.tokens[i].position, tile, some, n * some);
+            made |= uint32_t{1} << n;
+            write_tiles(i, n * some, some);
+          }
+        }
+      }
+      at = block_end;
+    }
+  }
+
   // Makes an encoding for each position and adds it to all rows of the batch, or to those of this part of memory.
   void write_shared(int64_t begin, int64_t end, bool of_memory) {
-    const int64_t in_pass = std::min(tiles_per_row(), kTiles), block_size = kTiles / in_pass;
+    const int64_t in_pass = std::min(tiles_per_row(), kTiles), block_size = cpu::positions_per_block(params_.encoding);
     TokenLoop loop = of_memory ? TokenLoop::part(params_.tokens, block_size, begin, end)
                                : TokenLoop::from(params_.tokens, block_size, begin);
     for (int64_t at = begin; at < end;) {
@@ -636,11 +672,7 @@ class ForwardLoop {
   }
 
  private:
-  int64_t tiles_per_row() const {
-    const Encoding& encoding = params_.encoding;
-    const int64_t pairs = encoding.table.data != nullptr ? (encoding.columns.width + 1) / 2 : encoding.columns.pairs();
-    return std::max<int64_t>(1, (pairs + kTilePairs - 1) / kTilePairs);
-  }
+  int64_t tiles_per_row() const { return cpu::tiles_per_row(params_.encoding); }
   const T* base_of(int64_t i) const {
     return source == Source::none ? nullptr : static_cast<const T*>(params_.base) + lookup_.tokens[i].base;
   }
@@ -649,6 +681,12 @@ class ForwardLoop {
   // Tiles tile .. tile + count - 1 of a position, kept from `to` on.
   void fill_tiles(const Position& position, int64_t tile, int64_t count, int64_t to) {
     for (int64_t n = 0; n < count; ++n) tiles_[to + n].fill(params_.encoding, position, (tile + n) * kTilePairs);
+  }
+
+  void write_without_encoding(int64_t i) {
+    const int64_t width = params_.encoding.columns.width;
+    if (lookup_.tokens[i].constant) write_constant<T, stream>(out_of(i), width, lookup_.tokens[i].scale);
+    else write_columns(i, {0, width, nullptr});
   }
 
   void write_tiles(int64_t i, int64_t first, int64_t count) {
@@ -734,7 +772,9 @@ void forward(int64_t begin, int64_t end, void* context) {
     // its lines are in the cache of the thread that reads them.
     const bool of_memory = !stream.value && !params.tokens.sequence_first();
     const bool shared = params.positions.shared() && params.tokens.batch > 1;
-    if (shared && !(of_memory && end - begin <= params.tokens.seq)) {
+    if (call.grouped != nullptr) {
+      loop.write_grouped(call.grouped, begin, end);
+    } else if (shared && !(of_memory && end - begin <= params.tokens.seq)) {
       loop.write_shared(begin, end, of_memory);
     } else {
       loop.write_own(begin, end);
