@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from posenc_ext.ops import ops_library  # isort: skip  (first: it loads the compiled half)
-from posenc_ext import functional
+from posenc_ext import adapters, functional
 from posenc_ext.conventions import CONVENTIONS, Convention
 from posenc_ext.decompositions import decompositions
 from posenc_ext.errors import check_errors
@@ -27,6 +27,7 @@ __all__ = [
     "PositionalEncoding",
     "TransformerEmbedding",
     "Vocabulary",
+    "adapters",
     "check_errors",
     "decompositions",
     "functional",
