@@ -418,6 +418,7 @@ def made(module: str, name: str, *arguments: Any, **options: Any) -> Callable[[]
     return layer
 
 
+MODELS = "transformers.models."
 DIFFUSERS, X, AXES = (
     "diffusers.models.embeddings",
     "x_transformers.x_transformers",
@@ -434,15 +435,15 @@ LAYERS_ALONE: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]]
     ),
     "x-transformers": (made(X, "ScaledSinusoidalEmbedding", 16), lambda: (make.x((2, 50, 16)),)),
     "SpeechT5: scaled": (
-        made("transformers.models.speecht5.modeling_speecht5", "SpeechT5ScaledPositionalEncoding", 0.0, 16, 40),
+        made(f"{MODELS}speecht5.modeling_speecht5", "SpeechT5ScaledPositionalEncoding", 0.0, 16, 40),
         lambda: (make.x((2, 9, 16)),),
     ),
     "Kosmos-2": (
-        made("transformers.models.kosmos2.modeling_kosmos2", "Kosmos2TextSinusoidalPositionalEmbedding", 40, 16, PAD),
+        made(f"{MODELS}kosmos2.modeling_kosmos2", "Kosmos2TextSinusoidalPositionalEmbedding", 40, 16, PAD),
         lambda: (IDS,),
     ),
     "SpeechT5: text": (
-        made("transformers.models.speecht5.modeling_speecht5", "SpeechT5SinusoidalPositionalEmbedding", 40, 16, PAD),
+        made(f"{MODELS}speecht5.modeling_speecht5", "SpeechT5SinusoidalPositionalEmbedding", 40, 16, PAD),
         lambda: (IDS, 3),
     ),
 }
@@ -481,3 +482,20 @@ def test_layers_alone(layer):
     assert model.state_dict().keys() == book.state_dict().keys()
     unpatch(model)
     assert type(model) is type(book)
+
+
+@make.each(
+    "layer",
+    {
+        "Pegasus-X": made(f"{MODELS}pegasus_x.modeling_pegasus_x", "PegasusXSinusoidalPositionalEmbedding", 16),
+        "x-transformers": made(X, "ScaledSinusoidalEmbedding", 16),
+    },
+)
+def test_a_cast_rounds_no_frequency(layer):
+    book = layer()
+    model = copy.deepcopy(book)
+    patch(model)
+    want = book(torch.zeros(1, 300, 16)).detach()
+    theirs, ours = (each.bfloat16()(torch.zeros(1, 300, 16).bfloat16()).float().detach() for each in (book, model))
+    assert (theirs - want).abs().max() > 0.5 * want.abs().max()
+    assert (ours - want).abs().max() < 0.01 * want.abs().max()
