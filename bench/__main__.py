@@ -7,12 +7,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from posenc_ext import _C
 
-from . import machine, report, roofline, rows, run
+from . import machine, plots, report, roofline, rows, run
+from .cases import SWEEPS, Case
 from .timing import Settings
 
 
@@ -20,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, keep.
 
     Returns:
-        0; with `--strict` 1 if a threshold was missed or anything failed; 2 after bad input or without a result.
+        0; with `--strict` 1 if a threshold was missed, anything failed, or a row got slower than in `--compare`;
+        2 after bad input or without a result.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -34,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     settings = _settings(args)
     cases = run.cases_of(settings, args.kernels)
-    chosen = run.select(cases, [name for group in args.only for name in group.split(",") if name])
+    sweeps = [f"sweep.{axis}" for axis in ([*SWEEPS] if args.sweep == [] else args.sweep or [])]
+    chosen = run.select(cases, [name for group in args.only for name in group.split(",") if name] + sweeps)
     if args.list:
         report.say("\n".join(f"{case.name:34} {case.title}" for case in chosen))
         return 0
@@ -47,10 +51,33 @@ def _main(args: argparse.Namespace) -> int:
         if not _C.build_info()["cuda"]:
             raise ValueError("posenc_ext was built without its CUDA half")
     older = rows.read(args.compare) if args.compare else None
+    if args.plots:
+        plots.figure_type()  # asked for now, not after the run
+    if args.kept:
+        found, facts = rows.read(args.kept)
+    else:
+        found, facts = _measure(args, settings, chosen)
+    headline = machine.headline(facts)
+    report.say(f"{headline}\n")
+    report.show(found, {case.series: case.title for case in cases.values()})
+    worse = []
+    if older is not None:
+        if (was := machine.headline(older[1])) != headline:
+            report.say(f"Compared with {was}")
+        worse = report.show_changes(older[0], found)
+    if args.plots:
+        report.say("\n".join(str(path) for path in plots.write(found, args.plots, headline)))
+    return 1 if args.strict and (worse or any(row.passed is False or row.failed for row in found)) else 0
+
+
+def _measure(
+    args: argparse.Namespace, settings: Settings, chosen: Sequence[Case]
+) -> tuple[list[rows.Row], dict[str, Any]]:
+    """Run the cases, and keep what they gave."""
     facts = machine.facts(settings)
     # Beside the sources; in the current folder where the package is installed.
     folder = Path(__file__).parent / "results" if __package__ == "bench" else Path("posenc_ext_bench")
-    passing = args.only or args.dry_run or args.kernels
+    passing = args.only or args.sweep is not None or args.dry_run or args.kernels
     path = args.json or (None if passing else folder / machine.file_name(facts, settings))
 
     start, found = time.monotonic(), []
@@ -66,14 +93,9 @@ def _main(args: argparse.Namespace) -> int:
             if path is not None:  # a run that is cut short leaves what it had
                 said = {**dataclasses.asdict(settings), "took": round(time.monotonic() - start, 1)}
                 rows.write(path, found, machine=facts, settings=said)
-
-    report.say(f"{machine.headline(facts, settings)}\n")
-    report.show(found, {case.name: case.title for case in chosen})
-    if older is not None:
-        report.show_changes(older, found)
     if path is not None:
         report.say(f"{time.monotonic() - start:.0f} s; kept in {path}")
-    return 1 if args.strict and any(row.passed is False or row.failed for row in found) else 0
+    return found, facts
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -96,8 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=2, help="threads of torch (2)")
     add("--seconds", type=float, default=600.0, help="begin no case after that time (600)")
     add("--json", type=Path, metavar="PATH", help="where to keep the result; always kept unless --only")
-    add("--compare", type=Path, metavar="OLD.json", help="show what changed since an older result")
-    add("--strict", action="store_true", help="exit with 1 if a threshold is missed or a provider fails")
+    add("--sweep", nargs="*", choices=SWEEPS, help="how cost grows along these axes, or along all of them")
+    add("--plots", type=Path, metavar="DIR", help="draw what has an axis: sweeps and errors by position")
+    add("--from", dest="kept", type=Path, metavar="RUN.json", help="run nothing: show, draw, compare a kept result")
+    add("--compare", type=Path, metavar="OLD.json", help="name what got slower since an older result")
+    add("--strict", action="store_true", help="exit with 1 after a missed threshold, a failure, a slower row")
     add("--list", action="store_true", help="list the cases and exit")
     add("--gpu", action="store_true", help="the cases of the GPU")
     add("--kernels", action="store_true", help="the forward kernel alone, for each instruction set; not kept")

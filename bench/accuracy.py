@@ -8,6 +8,7 @@ from functools import cache, partial
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from posenc_ext import CONVENTIONS, Convention, functional, reference
 
@@ -15,6 +16,7 @@ from .rows import Row
 from .timing import Settings
 
 WIDTHS = (512, 63)  # even and odd
+POSITIONS = (2**4, 2**8, 2**12, 2**16, 2**20, 2**24)
 
 SinCos = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]  # sines and cosines [positions, pairs]
 
@@ -51,6 +53,59 @@ def reference_angles(settings: Settings) -> list[Row]:
         return np.sin(wide), np.cos(wide)
 
     return [worst("reference", positions, sin_cos, "positions to 2^24")]
+
+
+def by_position(settings: Settings) -> list[Row]:
+    """The largest error near each of a few positions, for every convention and every way of making an encoding.
+
+    Truth is the fp64 sine, which is right to 4e-9 at 2^24. Each point is 16 positions up to the one it is named after.
+    """
+    rows, width = [], WIDTHS[0]
+    near = torch.tensor(POSITIONS)[:, None] - torch.arange(16)
+    for convention in CONVENTIONS.values():
+        fields = {name: getattr(convention, name) for name in ("base", "divisor", "layout", "odd")}
+        truth = reference.sinusoid_table(near.numpy(), width, **fields)
+        for name, make in RECIPES.items():
+            errors = np.abs(make(near, width, convention).double().numpy() - truth).max((1, 2)).tolist()
+            who = f"{convention.name}, {name}"
+            for at, error in zip(POSITIONS, errors, strict=True):
+                rows.append(Row("", who, value=error, unit="error", at=at, axis="position"))
+    return rows
+
+
+def peer_table(positions: Tensor, width: int, convention: Convention, compute: torch.dtype = torch.float32) -> Tensor:
+    """A convention's encoding as its projects write it, every step rounded to one dtype."""
+    frequency = reference.sinusoid_frequencies(
+        width, base=convention.base, divisor=convention.divisor, odd=convention.odd
+    )
+    steps = torch.arange(len(frequency), dtype=compute)
+    angle = positions.to(compute)[..., None] * torch.exp(steps * math.log(frequency[1]))  # the first is 1
+    sines, cosines = reference.sinusoid_columns(width, convention.layout, sines=len(frequency))
+    table = torch.zeros(*positions.shape, width, dtype=compute)
+    table[..., list(sines)], table[..., list(cosines)] = angle.sin(), angle[..., : width // 2].cos()
+    return table
+
+
+def kept_table(positions: Tensor, width: int, convention: Convention, dtype: torch.dtype) -> Tensor:
+    """A table as a model holds it: some projects compute it in fp64, most in fp32."""
+    compute = torch.float64 if convention.precision == "exact" else torch.float32
+    return peer_table(positions, width, convention, compute).to(dtype)
+
+
+def ours(positions: Tensor, width: int, convention: Convention, precision: str) -> Tensor:
+    """The fused encoding."""
+    return functional.positional_encoding(
+        positions, width, convention=convention, precision=precision, dtype=torch.float32
+    )
+
+
+RECIPES: dict[str, Callable[[Tensor, int, Convention], Tensor]] = {
+    "exact": partial(ours, precision="exact"),
+    "reference": partial(ours, precision="reference"),
+    "fp32 table": partial(kept_table, dtype=torch.float32),
+    "bf16 table": partial(kept_table, dtype=torch.bfloat16),
+    "computed in bf16": partial(peer_table, compute=torch.bfloat16),
+}
 
 
 def sample(bits: int, count: int) -> list[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -27,6 +29,8 @@ INDEX_SELECT = "torch.index_select(out=)"
 DENSE_BACKWARD = "embedding_dense_backward(g * scale)"
 COMPOSED = "torch expression"
 TORCH_SPARSE = "nn.Embedding(sparse=True) * scale"
+TRANSFORMERS = "transformers, M2M100"
+EMBEDDING = "F.embedding alone"
 UNIFORM = f"{OURS}, uniform ids"
 SHARE = "share of the copy's bandwidth"
 
@@ -41,7 +45,7 @@ KERNEL = "one thread"  # in a tensor that exists, and there is nothing but the l
 FP32, BF16 = torch.float32, torch.bfloat16
 
 # Results differ by the last bits of fp32 frequencies, and in 16 bits by two or three roundings.
-TOLERANCE = {FP32: 1e-4, BF16: 1e-2}
+TOLERANCE = {FP32: 1e-4, BF16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-4}
 
 ONE = Shape(1, 1, 512)
 
@@ -66,6 +70,8 @@ class Case:
         grad: whether autograd is on.
         threads: the fewest that it makes sense for.
         probe: gives the rows of a case that is not about time.
+        axis: of a sweep, what varies along it. Sweeps run when they are asked for.
+        at: the point of the sweep that this case is; the last part of its name.
     """
 
     name: str
@@ -82,6 +88,13 @@ class Case:
     grad: bool = False
     threads: int = 1
     probe: Callable[[Settings], list[Row]] | None = None
+    axis: str = ""
+    at: int | str | None = None
+
+    @property
+    def series(self) -> str:
+        """The name of its rows: all points of a sweep have the same."""
+        return self.name if self.at is None else self.name.rpartition(".")[0]
 
     def batches(self, settings: Settings) -> list[Tensor]:
         """Ids for every call of a block, and for the one before it."""
@@ -105,11 +118,14 @@ def into_out(case: Case, settings: Settings, *, positions: str = "") -> list[Pro
     flat, flat_ids = out.view(-1, shape.width), [tokens.view(-1) for tokens in ids]
     alike, unlike = torch.arange(shape.length).repeat(shape.batch, 1), torch.arange(shape.tokens).view(shape.batch, -1)
     places = {"": None, "alike": alike, "unlike": unlike}[positions]
+    one_row = dataclasses.replace(shape, batch=1, length=shape.tokens)
+    layer = inputs.textbook(one_row if positions == "unlike" else shape, weight)
+    eager = (lambda tokens: layer(tokens.view(1, -1)).view_as(out)) if positions == "unlike" else layer
     return [
         Provider(OURS, lambda tokens: functional.embed(tokens, data, positions=places, out=out), ids),
         Provider(INDEX_SELECT, lambda tokens: torch.index_select(data, 0, tokens, out=flat), flat_ids, same=False),
         copy_of(shape, shape.tokens, out=out),
-        Provider(EAGER, inputs.textbook(shape, weight), ids, timed=False),
+        Provider(EAGER, eager, ids, timed=False),
     ]
 
 
@@ -140,8 +156,7 @@ def layers(case: Case, settings: Settings) -> list[Provider]:
         if settings.gpu:  # max-autotune makes CUDA graphs of its own
             found.append(Provider(AUTOTUNED, inputs.compiled(eager, mode="max-autotune"), ids, sits_out=GRAPH))
             found.append(Provider(FORMULA, inputs.compiled(partial(inputs.formula, weight)), ids))
-    if settings.gpu:
-        found.append(Provider("F.embedding alone", lambda tokens: F.embedding(tokens, weight), ids, same=False))
+    found.append(Provider(EMBEDDING, lambda tokens: F.embedding(tokens, weight), ids, same=False))
     return [*found, copy_of(shape, shape.tokens, settings.device)] if shape.tokens > 1 else found
 
 
@@ -154,6 +169,31 @@ def decode(case: Case, settings: Settings) -> list[Provider]:
         Provider(OURS, lambda given: ours(given[0], offset=given[1]), steps),
         Provider(EAGER, lambda given: encoding(eager(given[0]), given[1]), steps),
     ]
+
+
+def decode_compiled(case: Case, settings: Settings) -> list[Provider]:
+    """One token at a position that is in a tensor, as with a static cache. Eager where nothing is to be compiled."""
+    weight = case.weight(settings)
+    layer, eager = inputs.fused(case.shape, weight), inputs.textbook(case.shape, weight)[0]
+    encoding = inputs.OffsetPositionalEncoding(case.shape.width)
+    encoding.to(case.shape.dtype)
+    steps = [(tokens, torch.tensor([7 + 613 * (i % 8)])) for i, tokens in enumerate(case.batches(settings))]
+
+    def ours(tokens: Tensor, position: Tensor) -> Tensor:
+        return layer(tokens, positions=position)  # type: ignore[no-any-return]
+
+    def theirs(tokens: Tensor, position: Tensor) -> Tensor:
+        return encoding(eager(tokens), position)  # type: ignore[no-any-return]
+
+    calls: dict[str, Any] = {OURS: ours, EAGER: theirs}
+    if not settings.quick:
+        torch.compiler.reset()
+        calls = {f"{OURS}, torch.compile": inputs.compiled(ours), COMPILED: inputs.compiled(theirs), **calls}
+    return [Provider(name, partial(_spread, call), steps) for name, call in calls.items()]
+
+
+def _spread(call: Callable[..., Tensor], given: tuple[Any, ...]) -> Tensor:
+    return call(*given)
 
 
 P = 0.1  # of dropout
@@ -226,7 +266,10 @@ def timesteps(case: Case, settings: Settings) -> list[Provider]:
 
 
 def padded(case: Case, settings: Settings) -> list[Provider]:
-    """Positions count real tokens and pads have no encoding: M2M100's two modules. A quarter of each row is padding."""
+    """Positions count real tokens and pads have no encoding: M2M100's two modules. A quarter of each row is padding.
+
+    Where transformers is not installed, the same written in torch's ops.
+    """
     shape, batches, weight, pad = case.shape, case.batches(settings), case.weight(settings), 1
     for tokens in batches:
         tokens[:, : shape.length // 4] = pad
@@ -241,7 +284,22 @@ def padded(case: Case, settings: Settings) -> list[Provider]:
         positions = (torch.cumsum(mask, dim=1).type_as(mask) * mask).long() + pad
         return embedded + rows.index_select(0, positions.view(-1)).view(*tokens.shape, -1)
 
-    return [Provider(OURS, layer, batches), Provider(COMPOSED, of_m2m100, batches)]
+    peer = _m2m100(shape, weight, pad)
+    other = Provider(COMPOSED, of_m2m100, batches) if peer is None else Provider(TRANSFORMERS, peer, batches)
+    return [Provider(OURS, layer, batches), other]
+
+
+def _m2m100(shape: Shape, weight: nn.Parameter, pad: int) -> Callable[[Tensor], Tensor] | None:
+    """The two modules of transformers on this weight; None where it is not installed."""
+    try:
+        modeling: Any = importlib.import_module("transformers.models.m2m_100.modeling_m2m_100")
+    except ImportError:
+        return None
+    with torch.device("meta"):
+        words = modeling.M2M100ScaledWordEmbedding(shape.vocabulary, shape.width, pad, shape.token_scale)
+    words.weight = weight
+    places = modeling.M2M100SinusoidalPositionalEmbedding(shape.length + 2, shape.width, pad).to(shape.dtype)
+    return lambda tokens: words(tokens) + places(tokens)
 
 
 def learned(case: Case, settings: Settings) -> list[Provider]:
@@ -433,17 +491,7 @@ def sparse_step(case: Case, settings: Settings) -> list[Provider]:
     optimiser's own work on a gradient that was there before.
     """
     shape, ids, grad = case.shape, case.batches(settings), gradient(case.shape)
-
-    def stepping(weight: nn.Parameter, gradient_of: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        optimiser: Any = torch.optim.SparseAdam([weight], lr=1e-3)
-
-        def call(given: Any) -> Tensor:
-            weight.grad = gradient_of(given).coalesce()
-            optimiser.step()
-            return weight
-
-        return call
-
+    stepping = partial(_stepping, torch.optim.SparseAdam)
     ours, theirs, third = (nn.Parameter(table(shape).clone()) for _ in range(3))
     layer, lookup = inputs.fused(shape, ours, sparse=True), nn.Embedding(shape.vocabulary, shape.width, sparse=True)
     lookup.weight = theirs
@@ -454,6 +502,52 @@ def sparse_step(case: Case, settings: Settings) -> list[Provider]:
         Provider(TORCH_SPARSE, stepping(theirs, scaled), ids),
         Provider("SparseAdam's step alone", stepping(third, lambda given: given), ready, same=False),
     ]
+
+
+def _stepping(optimiser: Any, weight: nn.Parameter, gradient_of: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """A step of the optimiser with the gradient of a batch."""
+    adam = optimiser([weight], lr=1e-3)
+
+    def call(given: Any) -> Tensor:
+        found = gradient_of(given)
+        weight.grad = found.coalesce() if found.is_sparse else found
+        adam.step()
+        return weight
+
+    return call
+
+
+def optimised(case: Case, settings: Settings, *, sparse: bool) -> list[Provider]:
+    """A whole training step: forward with dropout, backward, optimiser. Everyone trains a table of its own."""
+    shape, ids, grad = case.shape, case.batches(settings), gradient(case.shape)
+    adam: Any = torch.optim.SparseAdam if sparse else partial(torch.optim.Adam, fused=True)
+    ours, eager, compiled, alone = (nn.Parameter(table(shape).clone()) for _ in range(4))
+    layer = inputs.fused(shape, ours, sparse=sparse)
+    layer.dropout.p = P
+
+    def textbook(weight: nn.Parameter) -> nn.Module:
+        embeddings: Any
+        embeddings, encoding = inputs.textbook(shape, weight)
+        embeddings.lut.sparse = sparse
+        return nn.Sequential(embeddings, encoding, nn.Dropout(P)).train()
+
+    calls: dict[str, tuple[nn.Parameter, Any]] = {OURS: (ours, layer.train()), EAGER: (eager, textbook(eager))}
+    if not settings.quick and not sparse:  # no compiled graph has sparse gradients
+        torch.compiler.reset()
+        calls[COMPILED] = compiled, inputs.compiled(textbook(compiled))
+    found = [
+        Provider(name, _stepping(adam, weight, _trained(weight, call, grad)), ids, same=False)
+        for name, (weight, call) in calls.items()
+    ]
+    dense = torch.ops.posenc_ext._embed_bwd.default
+    ready = [
+        _sparse_gradient(shape, grad, tokens)
+        if sparse
+        else dense(grad, tokens, shape.vocabulary, shape.token_scale, -1, False)
+        for tokens in ids[: 1 if not sparse else None]
+    ]
+    name = f"{'SparseAdam' if sparse else 'Adam'}'s step alone"
+    return [*found, Provider(name, _stepping(adam, alone, lambda given: given), ready, same=False)]
 
 
 def sparse_backward(case: Case, settings: Settings) -> list[Provider]:
@@ -478,6 +572,75 @@ def sparse_bytes(shape: Shape) -> int:
 def sparse_step_bytes(shape: Shape) -> int:
     """SparseAdam reads the gradient, and reads and writes the weight and both moments."""
     return shape.forward_bytes() + sparse_bytes(shape) + shape.row_bytes(7 * shape.distinct)
+
+
+def step_bytes(shape: Shape) -> int:
+    """Forward and backward."""
+    return shape.forward_bytes() + shape.backward_bytes()
+
+
+def adam_bytes(shape: Shape) -> int:
+    """Adam does so with the whole table."""
+    return step_bytes(shape) + shape.row_bytes(7 * shape.vocabulary)
+
+
+# ---- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def swept(case: Case, settings: Settings, *, backward: bool, threads: int | None) -> list[Provider]:
+    """A point of a sweep: the layer, the textbook's, a bare lookup, and the copy that is the limit."""
+    shape, ids, weight = case.shape, case.batches(settings), case.weight(settings)
+    calls: dict[str, Callable[[Tensor], Any]] = {OURS: inputs.fused(shape, weight)}
+    calls |= {EAGER: inputs.textbook(shape, weight), EMBEDDING: lambda tokens: F.embedding(tokens, weight)}
+    rows = shape.tokens
+    if backward:
+        grad, rows = gradient(shape), (3 * shape.tokens + shape.vocabulary) // 2
+        calls = {name: _trained(weight, call, grad) for name, call in calls.items()}
+    found = [Provider(name, call, ids, same=name != EMBEDDING) for name, call in calls.items()]
+    return [dataclasses.replace(provider, threads=threads) for provider in (*found, copy_of(shape, rows))]
+
+
+def sweep_points(axis: str) -> dict[int | str, Shape]:
+    """Where each sweep measures."""
+    base = Shape(4, 512, 512)
+    if axis == "tokens":
+        return {n: Shape(1, n, 512) for n in (1, 8, 64, 512, 4096, 32768)}
+    if axis == "width":
+        return {n: dataclasses.replace(base, width=n) for n in (64, 128, 256, 512, 1024, 2048)}
+    if axis == "vocabulary":
+        return {n: dataclasses.replace(base, vocabulary=n) for n in (1000, 4000, 16000, 64000, 128000)}
+    if axis == "dtype":
+        return {name: base.of(dtype) for dtype, name in inputs.TYPES.items()}
+    if axis == "ids":
+        return dict.fromkeys(inputs.IDS, base)
+    powers = (2**i for i in range(10))
+    return {n: Shape(16, 512, 512) for n in powers if n <= (os.cpu_count() or 1)}
+
+
+SWEEPS = ("tokens", "width", "vocabulary", "ids", "dtype", "threads", "length")
+
+
+def sweep_cases() -> Iterator[Case]:
+    """How cost grows: forward and training along each axis, and memory along the length."""
+    for axis, backward in itertools.product(SWEEPS[:-1], (False, True)):
+        task = "step" if backward else "forward"
+        for at, shape in sweep_points(axis).items():
+            threads = int(at) if axis == "threads" else None
+            yield Case(
+                f"sweep.{axis}.{task}.{at}",
+                f"{'forward + backward' if backward else 'forward'} by {axis}",
+                partial(swept, backward=backward, threads=threads),
+                shape,
+                bytes_moved=step_bytes if backward else Shape.forward_bytes,
+                group=POOLED,
+                ids=str(at) if axis == "ids" else "uniform",
+                tolerance=None if shape.dtype == FP32 else 3e-2,  # a hot row's gradient has many rounded terms
+                calls=4 if backward else max(4, min(500, 2**14 // shape.tokens)),
+                grad=backward,
+                axis=axis,
+                at=at,
+            )
+    yield Case("sweep.length.memory", "memory by length", probe=memory.by_length, axis="length")
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
@@ -531,7 +694,7 @@ def cpu_cases() -> Iterator[Case]:
         title = f"forward {shape.text}, floating positions, out="
         yield out(f"forward.floating.{shape.name}", title, floating, shape, {EXPLICIT: 1.25})
         title = f"forward {shape.text}, padded, as M2M100"
-        yield pooled(f"forward.padded.{shape.name}", title, padded, shape, {COMPOSED: 0.25})
+        yield pooled(f"forward.padded.{shape.name}", title, padded, shape, {COMPOSED: 0.25, TRANSFORMERS: 0.25})
         title, limits = f"forward {shape.text}, token + learned table", {LEARNED: 0.50, COMPILED_LEARNED: 0.90}
         yield pooled(f"forward.learned.{shape.name}", title, learned, shape, limits)
         for name, title, back, limits in (
@@ -543,7 +706,7 @@ def cpu_cases() -> Iterator[Case]:
 
     dense = partial(pooled, shape=batched, calls=4, bytes_moved=Shape.backward_bytes)
     more: dict[str, Any] = {"thresholds": {EAGER: 0.60, COMPILED: 0.90}, "grad": True}
-    more["bytes_moved"] = lambda shape: shape.forward_bytes() + shape.backward_bytes()
+    more["bytes_moved"] = step_bytes
     yield dense("train.step", f"forward + backward {text}", step, **more)
     yield dense("train.backward", f"backward alone {text}", backward, thresholds={DENSE_BACKWARD: 0.65})
     more = {"thresholds": {UNIFORM: 1.5}, "ids": "half-hot"}
@@ -552,6 +715,11 @@ def cpu_cases() -> Iterator[Case]:
     few, title = Shape(1, 512, 512), "sparse: 512 tokens, backward, SparseAdam step"
     more = {"tolerance": 1e-6, "calls": 4, "grad": True}  # a step moves few rows of the table, and those little
     yield pooled("sparse.step", title, sparse_step, few, {TORCH_SPARSE: 0.80}, sparse_step_bytes, **more)
+    more = {"calls": 4, "grad": True}
+    title = f"train step {text}, dropout {P}, Adam"
+    yield pooled("train.adam", title, partial(optimised, sparse=False), batched, {}, adam_bytes, **more)
+    title = f"train step {few.text}, dropout {P}, SparseAdam"
+    yield pooled("train.sparse_adam", title, partial(optimised, sparse=True), few, {}, sparse_step_bytes, **more)
     title = "sparse: the coalesced gradient alone"
     yield pooled("sparse.backward", title, sparse_backward, few, {}, sparse_bytes, calls=32)
 
@@ -563,6 +731,7 @@ def cpu_cases() -> Iterator[Case]:
     one = partial(Case, thresholds={EAGER: 0.40}, bytes_moved=lambda shape: None, calls=1000)
     yield one("token.call", "one token, no grad", layers)
     yield one("token.decode", "one token at an offset, no grad", decode)
+    yield one("token.compiled", "one token at a position in a tensor, compiled", decode_compiled, thresholds={})
     count = partial(Case, thresholds={COMPOSED: 1.0}, bytes_moved=lambda shape: 16 * shape.tokens, calls=64)
     many, long = Shape(16, 512, 1), Shape(1, 8192, 1)
     yield count("positions.padding", "positions of real tokens [16, 512], as M2M100", counted, many)
@@ -576,6 +745,7 @@ def cpu_cases() -> Iterator[Case]:
         ("accuracy.reference", "error of precision reference", accuracy.reference_angles, "reference", 1.5e-7),
     ):
         yield Case(name, title, thresholds={key: most}, probe=probe)
+    yield Case("accuracy.positions", "largest error by position, width 512", probe=accuracy.by_position)
 
     threads = partial(Case, thresholds={f"{OURS}, 1 thread": 1.6}, calls=4, threads=2)
     for shape in (batched, batched.of(BF16), Shape(32, 512, 512)):

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 ID_BYTES = 8
 SPANS = 8  # of a table to copy from
 
-_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Shape:
     @property
     def name(self) -> str:
         """For the name of a case."""
-        return f"{_TYPES[self.dtype]}.{self.batch}x{self.length}x{self.width}"
+        return f"{TYPES[self.dtype]}.{self.batch}x{self.length}x{self.width}"
 
     @property
     def text(self) -> str:
         """For its title."""
-        return f"{_TYPES[self.dtype]} [{self.batch}, {self.length}] x {self.width}"
+        return f"{TYPES[self.dtype]} [{self.batch}, {self.length}] x {self.width}"
 
     def of(self, dtype: torch.dtype) -> Shape:
         """The same in another dtype."""
@@ -172,8 +172,10 @@ def textbook(shape: Shape, weight: nn.Parameter) -> nn.Sequential:
 class OffsetPositionalEncoding(reference.PositionalEncoding):
     """The textbook's, as its users change it for decoding."""
 
-    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Add the rows from `offset` on."""
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:
+        """Add the rows from `offset` on; of positions in a tensor, their rows."""
+        if isinstance(offset, Tensor):
+            return x + self.pe[:, offset]
         return x + self.pe[:, offset : offset + x.size(1)]
 
 

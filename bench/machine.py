@@ -4,6 +4,8 @@ import datetime
 import os
 import platform
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ def facts(settings: Settings) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": settings.device.type,
+        "cases": "gpu" if settings.gpu else "cpu",
     }
     if settings.device.type == "cuda":
         properties = torch.cuda.get_device_properties(settings.device)
@@ -47,13 +50,14 @@ def facts(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def headline(machine: dict[str, Any], settings: Settings) -> str:
-    """One line for the head of the tables."""
-    where = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
-    if settings.gpu:
-        built_for = machine["built_with_cuda_archs"] or "the CPU alone"
+def headline(machine: Mapping[str, Any]) -> str:
+    """One line for the head of the tables, from the facts of a run, kept ones too."""
+    known = defaultdict(lambda: "unknown", machine)
+    where = f"{known['cpu']}, {known['threads']} threads, {known['isa']}"
+    if known["cases"] == "gpu":
+        built_for = machine.get("built_with_cuda_archs") or "the CPU alone"
         where = f"{machine.get('gpu', 'dry run: times mean nothing')}, kernels for {built_for}"
-    return f"{where}, torch {machine['torch']}, posenc_ext {machine['posenc_ext']}, {machine['date']}"
+    return f"{where}, torch {known['torch']}, posenc_ext {known['posenc_ext']}, {known['date']}"
 
 
 def file_name(machine: dict[str, Any], settings: Settings) -> str:

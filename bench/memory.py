@@ -5,6 +5,7 @@ call, and what it rose by is compared with the size of the output.
 """
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -28,13 +29,27 @@ def forward(settings: Settings) -> list[Row]:
     return rows
 
 
+LENGTHS = (2**10, 2**12, 2**14, 2**16, 2**17)
+
+
+def by_length(settings: Settings) -> list[Row]:
+    """What a forward takes besides ids, weight and output, by length; the textbook's table of positions is in it."""
+    rows = []
+    for provider in (OURS, EAGER):
+        for length in LENGTHS:
+            extra, _, tables = children.call(peak, provider, settings.threads, length)
+            rows.append(Row("", provider, value=extra + tables, unit="MiB", at=length, axis="length"))
+    return rows
+
+
 @torch.no_grad()
-def peak(provider: str, threads: int) -> tuple[float, float, float]:
+def peak(provider: str, threads: int, length: int | None = None) -> tuple[float, float, float]:
     """The child's side, in MiB: what one call takes beyond its output, that output, and the tables of the layer."""
     torch.set_num_threads(threads)
-    weight = nn.Parameter(table(SHAPE))
-    layer = fused(SHAPE, weight) if provider == OURS else textbook(SHAPE, weight)
-    (ids,) = uniform(SHAPE, 1)
+    shape = dataclasses.replace(SHAPE, length=length or SHAPE.length)
+    weight = nn.Parameter(table(shape))
+    layer = fused(shape, weight) if provider == OURS else textbook(shape, weight)
+    (ids,) = uniform(shape, 1)
     layer(ids[:, :64])  # thread pool and frequencies are there before
     # Where the system refuses, the mark stays where building the layer left it: the result is too high, never too low.
     with contextlib.suppress(OSError):

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .cases import KERNEL, OTHER, OUT, PLAIN, POOLED
-from .rows import Row
+from .rows import Row, series, slower
 from .timing import CALLED, COLD, GRAPH
 
-WIDTH = 132  # where nobody looks, and COLUMNS is not set
+WIDTH = 100  # where nobody looks, and COLUMNS is not set
 
 _SECTIONS = {
     OUT: "Into a given output (out=)",
@@ -36,7 +36,7 @@ def show(rows: Sequence[Row], titles: Mapping[str, str]) -> None:
     """One table for each mode, notes below it, and the verdict."""
     shown = [i for i, name in enumerate(_COLUMNS) if width() >= _LEAST_WIDTH.get(name, 0)]
     for mode, heading in _SECTIONS.items():
-        chosen = [row for row in rows if row.mode == mode]
+        chosen = [row for row in rows if row.mode == mode and not row.axis]
         lines = []
         for case, of_case in itertools.groupby(chosen, key=lambda row: row.case):
             lines.append([titles.get(case, case)])
@@ -44,16 +44,33 @@ def show(rows: Sequence[Row], titles: Mapping[str, str]) -> None:
         if chosen:
             table(heading, [_COLUMNS[i] for i in shown], lines)
             say("".join(f"  {row.case}, {row.provider}: {row.note}\n" for row in chosen if row.note))
+    for case, points in series(rows).items():
+        show_series(titles.get(case, case), points)
     say(verdict(rows))
+
+
+def show_series(title: str, lines: Mapping[str, Sequence[Row]]) -> None:
+    """A line for each provider, a column for each point; below it what failed."""
+    rows = [row for points in lines.values() for row in points]
+    points = list(dict.fromkeys(row.at for row in rows))
+    texts = []
+    for name, of_provider in lines.items():
+        at = {row.at: "failed" if row.failed else _took(row) for row in of_provider}
+        texts.append([name, *(at.get(point, "") for point in points)])
+    table(title, [rows[0].axis, *map(str, points)], texts)
+    say("".join(f"  {row.provider}, {row.at}: {row.note}\n" for row in rows if row.note))
 
 
 def cells(row: Row) -> list[str]:
     """A row as text."""
-    took = number(row.median_us, "us") if row.value is None else number(row.value, row.unit)
     quartiles = "" if row.q25 is None else f"{row.q25:.2f}-{row.q75:.2f}"
     speeds = number(row.bytes, "bytes"), number(row.gigabytes_per_second, "GB/s"), number(row.of_copy, "share")
     judged = number(row.ratio), quartiles, threshold(row), mark(row)
-    return [f"  {row.provider}", "failed" if row.failed else took, *judged, *speeds]
+    return [f"  {row.provider}", "failed" if row.failed else _took(row), *judged, *speeds]
+
+
+def _took(row: Row) -> str:
+    return number(row.median_us, "us") if row.value is None else number(row.value, row.unit)
 
 
 def mark(row: Row) -> str:
@@ -75,18 +92,40 @@ def verdict(rows: Sequence[Row]) -> str:
     return text
 
 
-def show_changes(old: Sequence[Row], new: Sequence[Row]) -> None:
-    """What became of every row that both runs have."""
-    before, lines = {(row.case, row.mode, row.provider): row for row in old}, []
-    both = [row for row in new if (row.case, row.mode, row.provider) in before]
+def show_changes(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """What became of every row that both runs have, then those that got worse by more than their scatter, by name."""
+    before, lines = {row.key: row for row in old}, []
+    both = [row for row in new if row.key in before]
     for (case, mode), of_case in itertools.groupby(both, key=lambda row: (row.case, row.mode)):
         lines.append([f"{case} {mode}".strip()])
         for row in of_case:
-            was = before[case, mode, row.provider]
-            took = [number(r.median_us, "us") if r.value is None else number(r.value, r.unit) for r in (was, row)]
+            was = before[row.key]
             change = f"{row.median_us / was.median_us - 1:+.0%}" if row.median_us and was.median_us else ""
-            lines.append([f"  {row.provider}", *took, change, number(was.ratio), number(row.ratio)])
-    table("Against the older run", ("", "before", "now", "change", "ratio", "now"), lines)
+            ratios = number(was.ratio), number(row.ratio), "slower" if slower(was, row) else ""
+            lines.append([f"  {_label(row)}", _took(was), _took(row), change, *ratios])
+    table("Against the older run", ("", "before", "now", "change", "ratio", "now", ""), lines)
+    worse = [row for row in both if slower(before[row.key], row)]
+    say(f"{len(worse)} of {len(both)} rows got worse by more than their scatter")
+    for row in worse:
+        say(f"  slower: {f'{row.case} {row.mode}'.strip()}, {_label(row)}: {_change(before[row.key], row)}")
+    if gone := len(before) - len(both):
+        say(f"{gone} rows of the older run are not in this one")
+    return worse
+
+
+def _label(row: Row) -> str:
+    return row.provider if row.at is None else f"{row.provider}, at {row.at}"
+
+
+def _change(was: Row, now: Row) -> str:
+    """The numbers that the judgement was made from."""
+    if now.failed:
+        return now.note
+    if now.value is not None or now.ratio is None:
+        spread = [f" ({r.us25:.4g}-{r.us75:.4g})" if r.us25 is not None else "" for r in (was, now)]
+        return f"{_took(was)}{spread[0]} before, {_took(now)}{spread[1]} now"
+    texts = [f"{number(r.ratio)} ({number(r.q25)}-{number(r.q75)})" for r in (was, now)]
+    return f"ratio {texts[0]} before, {texts[1]} now"
 
 
 _FORMATS = {"us": "{:.3g} us", "error": "{:.2e}", "share": "{:.0%}", "bytes": "{:.1f}", "GB/s": "{:.0f}", "": "{:.2f}"}

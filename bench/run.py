@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from . import children
-from .cases import DEVICE, PLAIN, POOLED, SHARE, TOLERANCE, Case, cpu_cases, gpu_cases, kernel_cases
+from .cases import DEVICE, PLAIN, POOLED, SHARE, TOLERANCE, Case, cpu_cases, gpu_cases, kernel_cases, sweep_cases
 from .inputs import COPY, OURS
 from .rows import Row
 from .timing import Provider, Rounds, Settings, reason, run_rounds
@@ -17,17 +18,20 @@ from .timing import Provider, Rounds, Settings, reason, run_rounds
 
 def cases_of(settings: Settings, kernels: bool = False) -> dict[str, Case]:
     """By name, in the order of the table."""
-    cases = gpu_cases(settings.dry_run) if settings.gpu else kernel_cases() if kernels else cpu_cases()
+    if settings.gpu:
+        cases = gpu_cases(settings.dry_run)
+    else:
+        cases = kernel_cases() if kernels else itertools.chain(cpu_cases(), sweep_cases())
     return {case.name: case for case in cases}
 
 
 def select(cases: Mapping[str, Case], patterns: Sequence[str]) -> list[Case]:
-    """Those with one of these names; a name may be a beginning, up to a dot, or have wildcards. All, for none.
+    """Those with one of these names, which may be a beginning, up to a dot, or have wildcards; all but sweeps for none.
 
     Raises:
         ValueError: nothing has such a name.
     """
-    chosen = set() if patterns else set(cases)
+    chosen = set() if patterns else {name for name, case in cases.items() if not case.axis}
     for pattern in patterns:
         fitting = {name for name in cases if name.startswith(pattern + ".") or fnmatch.fnmatchcase(name, pattern)}
         if not fitting:
@@ -42,10 +46,11 @@ def steps(cases: Sequence[Case], settings: Settings) -> Iterator[tuple[str, Call
         if case.group != POOLED:
             yield case.title, partial(run_case, case, settings)
     pooled, child = [case for case in cases if case.group == POOLED], children.Child(children.POOLED)
-    for case in pooled:
-        yield f"{case.title}, pooled allocator", partial(child.call, run_named, case.name, settings)
     less = dataclasses.replace(settings, rounds=max(settings.rounds // 2, 1), seconds=settings.seconds / 2)
-    for case in [] if settings.quick else pooled:
+    for case in pooled:
+        title = f"{case.title}, at {case.at}" if case.axis else case.title
+        yield f"{title}, pooled allocator", partial(child.call, run_named, case.name, less if case.axis else settings)
+    for case in [] if settings.quick else [case for case in pooled if not case.axis]:
         yield f"{case.title}, plain allocator", partial(run_case, case, less, PLAIN)
 
 
@@ -77,6 +82,8 @@ def run_case(case: Case, settings: Settings, group: str | None = None) -> list[R
         torch.set_num_threads(threads_before)
         if settings.device.type == "cuda":
             torch.cuda.empty_cache()
+    if case.at is not None:
+        found = [dataclasses.replace(row, case=case.series, at=case.at, axis=case.axis) for row in found]
     return [dataclasses.replace(row, threshold=None) for row in found] if group == PLAIN else found
 
 
@@ -128,6 +135,7 @@ def rows_of(case: Case, mode: str, providers: Sequence[Provider], timed: Rounds)
         row = Row(case.name, name, mode, threshold=case.thresholds.get(name), note=timed.failures.get(name, ""))
         if name in timed.seconds:
             times: dict[str, Any] = {"median_us": timed.median_us(name), "rounds": len(timed.seconds[name])}
+            times["us25"], times["us75"] = timed.quartiles_us(name)
             pair = (name, more) if more else (first, name)
             if name != first and pair[0] in timed.seconds and pair[1] in timed.seconds:
                 times |= timed.ratio(*pair)

@@ -99,6 +99,10 @@ class Rounds:
         """Median time of one call in microseconds."""
         return statistics.median(self.seconds[name]) * 1e6
 
+    def quartiles_us(self, name: str) -> list[float]:
+        """Of the times that the median is taken of."""
+        return [float(value) for value in np.quantile(self.seconds[name], (0.25, 0.75)) * 1e6]
+
     def ratio(self, name: str, over: str) -> dict[str, float]:
         """Time of `name` over that of `over`, taken round by round: the median and its quartiles."""
         ratios = [mine / other for mine, other in zip(self.seconds[name], self.seconds[over], strict=True)]

@@ -16,7 +16,7 @@ from posenc_ext.vocabulary import Vocabulary
 try:
     __version__ = version("posenc_ext")
 except PackageNotFoundError:  # imported from a checkout that was not installed
-    __version__ = "0.1.0"
+    __version__ = "0.2.0"
 
 __all__ = [
     "CONVENTIONS",

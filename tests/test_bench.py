@@ -36,8 +36,8 @@ BENCH = find_bench()
 command = importlib.import_module(f"{BENCH}.__main__")  # imports all the others
 bench = sys.modules[BENCH]
 accuracy, cases, children, inputs, machine = bench.accuracy, bench.cases, bench.children, bench.inputs, bench.machine
-memory, report, roofline, rows, run, timing = (
-    getattr(bench, name) for name in ("memory", "report", "roofline", "rows", "run", "timing")
+memory, plots, report, roofline, rows, run, timing = (
+    getattr(bench, name) for name in ("memory", "plots", "report", "roofline", "rows", "run", "timing")
 )
 main, Case, Provider, Rounds, Row = command.main, cases.Case, timing.Provider, timing.Rounds, rows.Row
 Settings, Shape = timing.Settings, inputs.Shape
@@ -222,18 +222,21 @@ def test_the_cases_of_the_readme():
     for dtype, ids, size in itertools.product(("fp32", "bf16"), ("uniform", "zipf", "half-hot"), (32_000, 256_000)):
         assert known[f"backward.{ids}.{size}.{dtype}.32x512x512"].thresholds[cases.DENSE_BACKWARD] == 1 / 1.5
     assert {"copy.large", "forward.strided", "backward.tokens.512", "backward.tokens.65536"} <= set(known)
-    assert (len(known), len(run.cases_of(FEW))) == (1 + 8 + 12 + 4, 66)
+    assert (len(known), len(run.select(run.cases_of(FEW), []))) == (1 + 8 + 12 + 4, 71)
     large, small = (known[f"forward.bf16.{sizes}"].thresholds for sizes in ("8x2048x1024", "32x512x512"))
     assert (large[cases.SHARE], small[cases.SHARE], large[inputs.EAGER]) == (0.9, None, 0.4)
     assert {large[name] for name in (cases.COMPILED, cases.AUTOTUNED, cases.FORMULA)} == {1.0}
     if BENCH == "bench":  # beside the sources, results of the first format
-        kept = rows.read(ROOT / "bench/results/cpu-xeon-2-threads.json")
-        forward = ("offsets", "learned", "floating", "padded", "normed", *cases.EXTRAS)
-        later = ("positions.", "dropout.", "timesteps.", *(f"forward.{name}." for name in forward))
-        assert {row.case for row in kept} == {name for name in run.cases_of(FEW) if not name.startswith(later)}
+        kept, _ = rows.read(ROOT / "bench/results/cpu-xeon-2-threads.json")
+        forward = ("alike", "unlike", "offsets", "learned", "floating", "padded", "normed", *cases.EXTRAS)
+        later = ("sweep.", "train.adam", "train.sparse_adam", "token.compiled", "accuracy.positions")
+        later += ("positions.", "dropout.", "timesteps.", *(f"forward.{name}." for name in forward))
+        former = {row.case for row in kept} - {"forward.positions.fp32.16x512x512"}  # now alike and unlike
+        assert former == {name for name in run.cases_of(FEW) if not name.startswith(later)}
 
 
-TINY = [case for case in every_case() if case.probe is None]
+# Of a sweep, one point for each task: in a tiny shape most are alike. Of one along the dtype, all.
+TINY = list({(case.series, case.shape.dtype): case for case in every_case() if case.probe is None}.values())
 
 
 @pytest.mark.parametrize("case", TINY, ids=[f"{case.group}-{case.name}" for case in TINY])
@@ -245,6 +248,7 @@ def test_every_provider_runs_and_agrees(case):
     assert not [row.note for row in found if row.failed]
     assert all(row.median_us > 0 for row in found if row.value is None)
     wanted = {name for name in case.thresholds if "compile" not in name and "autotune" not in name}
+    wanted.discard(cases.COMPOSED if importlib.util.find_spec("transformers") else cases.TRANSFORMERS)
     assert wanted <= {row.provider for row in found}
 
 
@@ -298,6 +302,157 @@ def test_memory_beyond_the_output(monkeypatch):
     assert "output of 0, and a table of 0" in ours.note
     assert "and a table of 1 before" in eager.note  # 5000 * 64 * 4 bytes
     assert math.isfinite(ours.value)
+
+
+def test_memory_by_length(monkeypatch):
+    monkeypatch.setattr(memory, "SHAPE", Shape(1, 512, 64, vocabulary=50))
+    monkeypatch.setattr(memory, "LENGTHS", (8, 16384))
+    monkeypatch.setattr(children, "call", lambda function, *arguments: function(*arguments))
+    found = memory.by_length(Settings(threads=torch.get_num_threads()))
+    assert [(row.provider, row.at) for row in found] == [
+        (n, at) for n in ("posenc_ext", inputs.EAGER) for at in (8, 16384)
+    ]
+    assert found[-1].value > 16384 * 64 * 4 / 2**20  # the table, which ends at 5000 for the short one
+
+
+# ---- sweeps and pictures ---------------------------------------------------------------------------------------------
+
+
+def test_sweeps_measure_at_every_point():
+    for axis in cases.SWEEPS[:-1]:
+        assert len(cases.sweep_points(axis)) > (axis != "threads")
+        chosen = run.select(run.cases_of(FEW), [f"sweep.{axis}"])
+        assert [case.at for case in chosen] == [*cases.sweep_points(axis)] * 2
+        assert len({case.series for case in chosen}) == 2
+    (case,) = run.select(run.cases_of(FEW), ["sweep.ids.forward.zipf"])
+    assert (case.ids, case.shape) == ("zipf", Shape(4, 512, 512))
+    tiny = dataclasses.replace(case, shape=Shape(2, 8, 32, vocabulary=64), calls=2)
+    found = run.run_case(tiny, FEW)
+    assert {(row.case, row.axis, row.at, row.failed) for row in found} == {("sweep.ids.forward", "ids", "zipf", False)}
+    assert [row.provider for row in found] == ["posenc_ext", inputs.EAGER, cases.EMBEDDING, "copy"]
+    seen = []
+    fake = cases.swept(tiny, FEW, backward=False, threads=3)
+    timing.run_rounds([dataclasses.replace(fake[0], call=lambda _: seen.append(torch.get_num_threads()))], FEW, 1)
+    assert set(seen) == {3}
+
+
+def points():
+    """Two tasks along the tokens, one probe along the position, and a row that stands alone."""
+    for task, providers in (("forward", ("posenc_ext", "copy")), ("step", ("posenc_ext",))):
+        for provider in providers:
+            for at in (1, 8, 64):
+                took = at * (2.0 if provider == "copy" else 3.0)
+                yield Row(f"sweep.tokens.{task}", provider, "pooled", took, bytes=6000 * at, at=at, axis="tokens")
+    for name, at in itertools.product(("vaswani, exact", "vaswani, bf16 table", "marian, exact"), (16, 256)):
+        yield Row("accuracy.positions", name, value=at * 1e-9, unit="error", at=at, axis="position")
+    yield Row("sweep.length.memory", "posenc_ext", value=3.0, unit="MiB", at=1024, axis="length")
+    yield Row("sweep.ids.forward", "posenc_ext", note="failed: x", at="zipf", axis="ids")
+    yield Row("sweep.ids.forward", "posenc_ext", "pooled", 5.0, bytes=1000, at="uniform", axis="ids")
+    yield Row("forward", "posenc_ext", "pooled", 5.0)
+
+
+def test_pictures_hold_the_rows(tmp_path):
+    pytest.importorskip("matplotlib")
+    figures = dict(plots.draw([*points()]))
+    assert list(figures) == ["cost_by_tokens", "error_by_position", "memory_by_length", "cost_by_ids"]
+    times, steps, bandwidths, _ = figures["cost_by_tokens"].axes
+    ours, copy = times.lines
+    assert (ours.get_xydata().tolist(), copy.get_ydata().tolist()) == ([[1, 3], [8, 24], [64, 192]], [2, 16, 128])
+    assert (copy.get_label(), copy.get_linestyle(), ours.get_linestyle()) == ("copy, the limit", "--", "-")
+    assert [line.get_ydata().tolist() for line in bandwidths.lines] == [[2] * 3, [3] * 3]  # bytes over ns
+    assert (times.get_title(), steps.get_title(), times.get_xlabel()) == ("forward", "step", "tokens")
+    first, second = figures["error_by_position"].axes
+    assert [line.get_label() for line in first.lines] == ["exact", "bf16 table"]
+    assert (first.get_title(), second.get_title()) == ("vaswani", "marian")
+    assert first.lines[0].get_xydata().tolist() == [[16, 16e-9], [256, 256e-9]]
+    assert [*figures["cost_by_ids"].axes[0].lines[0].get_xdata()] == ["uniform"]  # what failed has no point
+    for path in plots.write([*points()], tmp_path / "new", "a machine"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert len(list((tmp_path / "new").iterdir())) == 4
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_series_are_tables(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    sweeps = [*points(), *accuracy.by_position(FEW)]
+    report.show(sweeps, {"sweep.tokens.forward": "forward by tokens"})
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= columns
+    assert "…" not in printed
+    assert re.search(r"tokens +1 +8 +64", printed)
+    assert re.search(r"posenc_ext +3 us +24 us +192 us", printed)
+    assert re.search(r"posenc_ext +failed +5 us", printed)
+    assert "posenc_ext, zipf: failed: x" in printed
+
+
+def test_a_kept_run_is_shown_drawn_and_compared(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    kept, older, drawn = tmp_path / "kept.json", tmp_path / "older.json", tmp_path / "plots"
+    rows.write(kept, [*points()], machine={"cpu": "this one", "torch": "2"})
+    faster = [dataclasses.replace(row, us25=1.0, us75=1.1) for row in points()]
+    rows.write(older, [*faster, Row("gone", "x")], machine={"cpu": "that one"})
+    assert main(["--from", str(kept), "--plots", str(drawn), "--compare", str(older)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("this one, unknown threads")
+    assert "Compared with that one" in printed
+    assert "1 rows of the older run are not in this one" in printed
+    assert (drawn / "cost_by_tokens.png").stat().st_size > 5000
+    rows.write(kept, [Row("m", "x")])
+    assert main(["--from", str(kept), "--plots", str(drawn)]) == 2
+    assert "needs a run with --sweep" in capsys.readouterr().err
+
+
+def test_pictures_need_matplotlib(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(run, "run_case", lambda *_: pytest.fail("asked for after the run"))
+    assert main(["--plots", "x", "--only", "token.call"]) == 2
+    assert "pip install 'posenc_ext[plot]'" in capsys.readouterr().err
+
+
+# ---- what got slower -------------------------------------------------------------------------------------------------
+
+RATIO = Row("m", "eager", ratio=0.5, q25=0.45, q75=0.55)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "worse"),
+    [
+        (RATIO, {"ratio": 0.6, "q25": 0.56, "q75": 0.7}, True),
+        (RATIO, {"ratio": 0.6, "q25": 0.54, "q75": 0.7}, False),  # the quartiles touch
+        (RATIO, {"ratio": 0.1, "q25": 0.1, "q75": 0.2}, False),  # faster
+        (RATIO, {"us25": 90.0, "us75": 91.0}, False),  # the machine is slower, not the layer
+        (dataclasses.replace(RATIO, at_least=True), {"q25": 0.2, "q75": 0.44}, True),
+        (dataclasses.replace(RATIO, at_least=True), {"q25": 0.6, "q75": 0.7}, False),
+        (Row("m", "ours", us25=1.0, us75=2.0), {"us25": 2.1, "us75": 3.0}, True),
+        (Row("m", "ours", us25=1.0, us75=2.0), {"us25": 1.9, "us75": 3.0}, False),
+        (Row("m", "ours", "", 1.5), {"us25": 2.1, "us75": 3.0}, False),  # an old file has no quartiles of times
+        (Row("m", "exact", value=1e-7, unit="error"), {"value": 1.02e-7}, True),
+        (Row("m", "exact", value=1e-7, unit="error"), {"value": 1.005e-7}, False),
+        (Row("m", "ours", value=0.1, unit="MiB"), {"value": 1.0}, False),
+        (Row("m", "ours", value=0.1, unit="MiB"), {"value": 1.2}, True),
+        (Row("m", "share", value=0.9, unit="share", at_least=True), {"value": 0.8}, True),
+        (Row("m", "ours", "", 1.0), {"note": "failed: x"}, True),
+        (Row("m", "ours", note="failed: x"), {"note": "failed: y"}, False),
+    ],
+)
+def test_slower_is_beyond_the_quartiles(was, now, worse):
+    assert rows.slower(was, dataclasses.replace(was, **now)) is worse
+
+
+def test_regressions_are_named(tmp_path, monkeypatch, capsys):
+    old = [RATIO, Row("s", "ours", "pooled", 1.0, us25=1.0, us75=1.2, at=8, axis="tokens"), Row("m", "copy")]
+    new = [dataclasses.replace(RATIO, ratio=0.8, q25=0.7, q75=0.9), dataclasses.replace(old[1], us25=1.5, us75=2.0)]
+    assert report.show_changes(old, new) == new
+    printed = capsys.readouterr().out
+    assert "2 of 2 rows got worse" in printed
+    assert "slower: m, eager: ratio 0.50 (0.45-0.55) before, 0.80 (0.70-0.90) now" in printed
+    assert "slower: s pooled, ours, at 8: 1 us (1-1.2) before, 1 us (1.5-2) now" in printed
+    assert "1 rows of the older run" in printed
+    for name, kept in (("old", old), ("new", new)):
+        rows.write(tmp_path / name, kept)
+    arguments = ["--from", str(tmp_path / "new"), "--compare", str(tmp_path / "old")]
+    assert (main(arguments), main([*arguments, "--strict"])) == (0, 1)
+    assert main(["--from", str(tmp_path / "new"), "--compare", str(tmp_path / "new"), "--strict"]) == 0
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -382,6 +537,21 @@ def test_mpmath_agrees(monkeypatch):
     assert row.value < 2.5e-7
 
 
+def test_errors_by_position():
+    """Every way of making an encoding, for every convention: near the end of fp32 they are what each is known for."""
+    found = {(*row.provider.split(", "), row.at): row.value for row in accuracy.by_position(FEW)}
+    assert len(found) == len(CONVENTIONS) * 5 * len(accuracy.POSITIONS)
+    for name, convention in CONVENTIONS.items():
+        last = {recipe: found[name, recipe, 2**24] for recipe in accuracy.RECIPES}
+        first = {recipe: found[name, recipe, 2**4] for recipe in accuracy.RECIPES}
+        assert last["exact"] < 2.5e-7
+        assert last["reference"] > 0.1
+        assert (last["fp32 table"] < 1e-7) is (convention.precision == "exact")
+        assert max(first["fp32 table"], first["reference"]) < 5e-6
+        assert 1e-3 < first["bf16 table"] < 4e-3
+        assert last["computed in bf16"] > 0.5
+
+
 # ---- the estimate ----------------------------------------------------------------------------------------------------
 
 
@@ -420,7 +590,7 @@ def test_verdict_counts_and_names_what_was_missed():
 def test_tables_fit_the_terminal(width, monkeypatch, capsys):
     """Every table, note and verdict of a kept run, with no number cut short."""
     monkeypatch.setenv("COLUMNS", str(width))
-    kept = rows.read(Path(report.__file__).parent / "results/cpu-xeon-2-threads.json")
+    kept, _ = rows.read(Path(report.__file__).parent / "results/cpu-xeon-2-threads.json")
     report.show(kept, {case.name: case.title for case in run.cases_of(Settings()).values()})
     report.show_changes(kept, kept)
     roofline.show(roofline.estimates("H200"))
@@ -461,13 +631,13 @@ def test_rows_survive_json(tmp_path):
     kept.append(Row("error", "exact", value=1e-7, unit="error", threshold=2.5e-7))
     path = tmp_path / "folder" / "result.json"
     rows.write(path, kept, machine={"cpu": "x"})
-    assert rows.read(path) == kept
+    assert rows.read(path) == (kept, {"cpu": "x"})
     content = json.loads(path.read_text())
     assert [entry["passed"] for entry in content["rows"]] == [True, True]
     # The first format had other names, and a later one may have more.
     former = {"measure": "m", "contender": "c", "floor": 0.5, "later": 1}
     path.write_text(json.dumps({"format": 1, "rows": [former]}))
-    assert rows.read(path) == [Row("m", "c", threshold=0.5)]
+    assert rows.read(path) == ([Row("m", "c", threshold=0.5)], {})
     path.write_text('{"format": 0, "rows": []}')
     with pytest.raises(ValueError, match="format"):
         rows.read(path)
@@ -478,9 +648,10 @@ def test_rows_survive_json(tmp_path):
 
 def test_names_select_cases(capsys):
     known = run.cases_of(FEW)
-    assert run.select(known, []) == list(known.values())
+    assert {name for name in known if known[name] not in run.select(known, [])} == {n for n in known if "sweep" in n}
     names = ["sparse.step", "*.exact", "token"]
-    assert [c.name for c in run.select(known, names)] == ["sparse.step", "token.call", "token.decode", "accuracy.exact"]
+    chosen = ["sparse.step", "token.call", "token.decode", "token.compiled", "accuracy.exact"]
+    assert [c.name for c in run.select(known, names)] == chosen
     with pytest.raises(ValueError, match="'tok'"):
         run.select(known, ["tok"])
     assert main(["--list", "--only", "token.call,memory"]) == 0
@@ -510,7 +681,7 @@ def test_tiny_run(tmp_path, capsys):
     content = json.loads(path.read_text())
     assert {"cpu", "threads", "torch", "isa", "allocator", "date", "device"} <= set(content["machine"])
     assert content["settings"]["rounds"] == 2
-    found = rows.read(path)
+    found, _ = rows.read(path)
     assert {row.mode for row in found} == {"cold", "called", "graph"}
     assert main([*arguments, "--compare", str(path)]) == 0
     assert "Against the older run" in capsys.readouterr().out
