@@ -177,7 +177,7 @@ def _replace(module: nn.Module, row: Row) -> None:
     try:
         with torch.no_grad():
             module.eval()
-            module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # the recipe follows its device
+            module.follow()  # type: ignore[operator]
             module.check()  # type: ignore[operator]
             for arguments, options in module.probes():  # type: ignore[operator]
                 want = original.forward(module, *arguments, **options)

@@ -116,10 +116,14 @@ class Twin(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.follow()
+        return self
+
+    def follow(self) -> None:
+        """Bring the recipe to the device of the module."""
         placed = next((t for t in (*self.parameters(), *self.buffers())), None)
         if placed is not None:
             self._posenc.move(placed.device)
-        return self
 
 
 def _unpickled(original: type[nn.Module], path: str) -> nn.Module:
