@@ -686,9 +686,7 @@ def cpu_cases() -> Iterator[Case]:
         shape = Shape(batch, length, 512, dtype)
         size = shape.row_bytes(shape.tokens) >> 20
         title, limit = f"forward {shape.text}, then LayerNorm", 1.25 if size < 1 else 1.1 if size < 4 else 1.0
-        compiled = (
-            {COMPILED: None} if (batch, length) == (16, 512) else {}
-        )
+        compiled = {COMPILED: None} if (batch, length) == (16, 512) else {}
         yield pooled(f"forward.normed.{shape.name}", title, normed, shape, {INDEX_SELECT: limit, **compiled})
 
     for shape, most in ((batched, 1.5), (batched.of(BF16), 2.0)):

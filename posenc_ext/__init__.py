@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from posenc_ext.ops import ops_library  # isort: skip  (first: it loads the compiled half)
-from posenc_ext import functional
+from posenc_ext import adapters, functional
 from posenc_ext.conventions import CONVENTIONS, Convention
 from posenc_ext.decompositions import decompositions
 from posenc_ext.errors import check_errors
@@ -16,7 +16,7 @@ from posenc_ext.vocabulary import Vocabulary
 try:
     __version__ = version("posenc_ext")
 except PackageNotFoundError:  # imported from a checkout that was not installed
-    __version__ = "0.1.0"
+    __version__ = "0.2.0"
 
 __all__ = [
     "CONVENTIONS",
@@ -27,6 +27,7 @@ __all__ = [
     "PositionalEncoding",
     "TransformerEmbedding",
     "Vocabulary",
+    "adapters",
     "check_errors",
     "decompositions",
     "functional",

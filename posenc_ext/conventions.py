@@ -29,7 +29,17 @@ _VERSION = 1 << 20  # of every number but those of 0.1, which csrc/spec.h decode
 
 
 class Spec(NamedTuple):
-    """An encoding as every op takes it."""
+    """An encoding as every op takes it.
+
+    Attributes:
+        base: of the frequencies.
+        flags: divisor, layout, odd-width rule, precision and token axes, four bits a field, and a version bit.
+
+    Examples:
+        >>> from posenc_ext.conventions import CONVENTIONS, Spec
+        >>> isinstance(CONVENTIONS["vaswani"].spec(), Spec)
+        True
+    """
 
     base: float
     flags: int
@@ -43,7 +53,10 @@ NO_ENCODING = Spec(10000.0, _VERSION | 1 << 16)
 class Convention:
     """What a sinusoidal position encoding of width D holds.
 
-    Attributes:
+    Sources: Vaswani et al. 2017, "Attention Is All You Need", section 3.5, and the code of the projects that
+    `posenc_ext.CONVENTIONS` names.
+
+    Args:
         divisor: `"d"`: w_k = base^(-2k/D), the paper; `"half_minus_1"`: w_k = base^(-k/(D/2-1)), tensor2tensor;
             `"half"`: w_k = base^(-k/floor(D/2)), which differs from `"d"` at odd widths only.
         base: the longest wavelength over 2 pi, finite and at least 1.
@@ -54,6 +67,15 @@ class Convention:
         precision: `"reference"`, the angle is the fp32 product of fp32 position and fp32 frequency, as fp32 tables form
             it; `"exact"`, the angle is carried in fixed point and right to about 1e-7 at every int64 position.
         name: for messages.
+
+    Raises:
+        ValueError: a name that is unknown, or a base out of range.
+
+    Examples:
+        >>> import dataclasses, posenc_ext
+        >>> mine = dataclasses.replace(posenc_ext.CONVENTIONS["vaswani"], base=500.0, name="mine")
+        >>> posenc_ext.functional.positional_encoding(2, 4, convention=mine).shape  # [length, d_model], float32
+        torch.Size([2, 4])
     """
 
     divisor: str = "d"
@@ -71,7 +93,23 @@ class Convention:
         self._specs  # noqa: B018  (made here, so that a call has only to look it up)
 
     def spec(self, precision: str | None = None, batch_first: bool = True) -> Spec:
-        """The arguments of the ops; `precision` overrides the convention's own."""
+        """The arguments of the ops for this convention.
+
+        Args:
+            precision: `"reference"` or `"exact"`, in place of the convention's own; None for that.
+            batch_first: whether the sequence is the last token axis, or the first one.
+
+        Returns:
+            The base, and the flags: a code of four bits for each of the names.
+
+        Raises:
+            ValueError: an unknown precision.
+
+        Examples:
+            >>> import posenc_ext
+            >>> posenc_ext.CONVENTIONS["vaswani"].spec().base
+            10000.0
+        """
         found = self._specs.get((precision, batch_first))
         if found is None:
             raise ValueError(_unknown("precision", precision, PRECISIONS))
@@ -134,8 +172,19 @@ CONVENTIONS: dict[str, Convention] = {
 def resolve(convention: str | Convention) -> Convention:
     """The convention of that name, or the one given.
 
+    Args:
+        convention: a name in `posenc_ext.CONVENTIONS`, or a `posenc_ext.Convention`.
+
+    Returns:
+        The convention.
+
     Raises:
         ValueError: no convention has that name.
+
+    Examples:
+        >>> from posenc_ext.conventions import resolve
+        >>> resolve("marian").layout
+        'sin_cos'
     """
     chosen = convention if isinstance(convention, Convention) else CONVENTIONS.get(convention)
     if chosen is None:

@@ -44,6 +44,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     Returns:
         For each op a function with its arguments, of which those with a default may be left out. It raises
         NotImplementedError for sparse weight gradients.
+
+    Examples:
+        >>> import torch, posenc_ext
+        >>> layer, ids = posenc_ext.TransformerEmbedding(100, 8), torch.zeros(2, 5, dtype=torch.int64)
+        >>> program = torch.export.export(layer.eval(), (ids,))
+        >>> core = program.run_decompositions(posenc_ext.decompositions())
+        >>> any("posenc_ext" in str(node.target) for node in core.graph.nodes)
+        False
     """
     ops = torch.ops.posenc_ext
     overloads = {getattr(ops, name).default: formula for name, formula in _FORMULAS.items()}

@@ -14,5 +14,9 @@ def check_errors() -> None:
 
     Raises:
         IndexError: naming the op, the range, the id and its place among the flattened ids of that call.
+
+    Examples:
+        >>> import posenc_ext
+        >>> posenc_ext.check_errors()  # nothing to report
     """
     _C.check_errors()

@@ -110,41 +110,61 @@ def embed(
 ) -> Tensor:
     """`weight[input] * token_scale + PE`, the input layer of a Transformer, in one pass.
 
-    Vaswani et al. 2017, sections 3.4 and 3.5.
+    The formula is that of Vaswani et al. 2017, "Attention Is All You Need", sections 3.4 and 3.5; with the default
+    convention PE(p, 2k) = sin(p * w_k) and PE(p, 2k + 1) = cos(p * w_k), where w_k = 10000^(-2k/d_model).
 
     Args:
-        input: token ids, int64 or int32, any shape (batch, length for the usual batch).
+        input: token ids, int64 or int32, any shape: [batch, length] for the usual batch; also a nested jagged tensor.
         weight: the embedding table [vocab_size, d_model], float32, float64, bfloat16 or float16.
-        offset: added to every position (with `positions`, a sum past int64 wraps).
-        positions: explicit positions, see above.
+        offset: added to every position, such as the number of tokens in a decoder's cache: an int, or an int64 or int32
+            tensor, 0-d or [batch], one number for each row. With `positions` a sum past int64 wraps.
+        positions: positions in place of the running index, int64, int32, float32 or float64, broadcastable to the shape
+            of `input`, or 1-D along the sequence. They may be negative. Floating ones may be trained; one that is not
+            finite or not below 2^63 gives NaN.
         token_scale: factor of the looked-up row; None for sqrt(d_model). Never rounded to the dtype of `weight`.
-        convention: name of a convention or a `Convention`.
-        precision: `"reference"` or `"exact"`; None for the convention's own.
-        frequencies: w_k of each pair of columns in radians per position, fastest first or in any order, float32 or
-            float64 [pairs], in place of the convention's base and divisor; its layout still says which column holds
-            which. May be trained. With the fp32 frequencies of a project's own table, `"reference"` gives that table.
+        convention: which encoding: a name in `posenc_ext.CONVENTIONS`, or a `posenc_ext.Convention`.
+        precision: `"reference"`, angles as fp32 tables form them; `"exact"`, right to about 1e-7 at every position;
+            None for the convention's own.
+        frequencies: w_k of each pair of columns in radians per position, in place of the convention's base and divisor,
+            float32 or float64 [pairs]; the layout still says which column holds which pair. May be trained. With the
+            fp32 frequencies of a project's own table, `"reference"` gives that table.
         encoding_scale: factor of the encoding, a number or a tensor that holds one and may be trained.
         position_table: a learned table [max_len, d_model] of the dtype of `weight`, in place of the sinusoids: a token
             at position p gets its row p (GPT-2, BERT). Positions count from 0 and must lie in [0, max_len).
         at_padding: what a token of `padding_idx` is: `"embed"`, a token like any other; `"no_encoding"`, its row alone
             (fairseq, M2M100); `"no_embedding"`, its encoding alone; `"zeros"`.
-        dropout_p: probability with which an element is dropped, in steps of 2^-16; the others are divided by 1 - p, as
-            `F.dropout` does. The numbers come from Philox4x32-7 with a seed that is drawn by `torch.randint`.
+        dropout_p: probability with which an element is dropped, in steps of 2^-16; the others are divided by 1 - p. The
+            numbers come from Philox4x32-7 with a seed that `torch.randint` draws. It acts whenever it is not 0: pass 0
+            in evaluation.
         padding_idx: row that gets no gradient; its lookup is not zeroed. May be negative, counting from the end.
-        max_norm, norm_type: rows looked up are first scaled down, in place, to this norm, as `nn.Embedding` does.
+        max_norm: rows looked up whose norm is larger are first scaled down to it, in place, in `weight`; None for none.
+        norm_type: p of that p-norm.
         scale_grad_by_freq: divide each row's gradient by the number of times it was looked up.
         sparse: give `weight` a sparse gradient, coalesced.
-        batch_first: which token axis is the sequence, see above.
-        out: tensor to write into, [*input.shape, d_model] with contiguous columns; not differentiable.
+        batch_first: whether the sequence is the last axis of `input`, or the first one.
+        out: tensor to write into, [*input.shape, d_model] in the dtype of `weight`, with contiguous columns. Not
+            differentiable.
 
     Returns:
-        [*input.shape, d_model] in the dtype of `weight`: computed in fp32 (fp64 for fp64) and rounded once.
+        [*input.shape, d_model] in the dtype of `weight`: computed in fp32 (fp64 for fp64) and rounded once. A DTensor
+        where `weight` or `input` is one.
 
     Raises:
         IndexError: an id outside [0, vocab_size), or a position outside `position_table`; nothing has been written. On
-            CUDA it comes later: see `posenc_ext.check_errors`.
-        ValueError: any other argument that does not fit.
+            CUDA it comes later, from a later call or from `posenc_ext.check_errors()`.
+        TypeError: an argument of another Python type.
+        ValueError: a tensor of another dtype or shape, or a value out of range.
         NotImplementedError: `sparse=True` inside torch.compile or torch.export.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext import functional as F
+        >>> weight = torch.zeros(100, 4)
+        >>> F.embed(torch.tensor([[7, 8]]), weight)
+        tensor([[[0.0000, 1.0000, 0.0000, 1.0000],
+                 [0.8415, 0.5403, 0.0100, 0.9999]]])
+        >>> F.embed(torch.tensor([[9]]), weight, offset=torch.tensor([1])).shape
+        torch.Size([1, 1, 4])
     """
     try:
         if has_torch_function_variadic(input, weight) or input.is_nested:
@@ -220,7 +240,39 @@ def scaled_embedding(
     sparse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`weight[input] * token_scale` in one pass: `embed` without an encoding. Arguments and errors as there."""
+    """`weight[input] * token_scale` in one pass: the lookup of a Transformer without positions.
+
+    The factor is that of Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
+
+    Args:
+        input: token ids, int64 or int32, any shape; also a nested jagged tensor.
+        weight: the embedding table [vocab_size, d_model], float32, float64, bfloat16 or float16.
+        token_scale: factor of the looked-up row; None for sqrt(d_model). Never rounded to the dtype of `weight`.
+        padding_idx: row that gets no gradient; its lookup is not zeroed. May be negative, counting from the end.
+        max_norm: rows looked up whose norm is larger are first scaled down to it, in place, in `weight`; None for none.
+        norm_type: p of that p-norm.
+        scale_grad_by_freq: divide each row's gradient by the number of times it was looked up.
+        sparse: give `weight` a sparse gradient, coalesced.
+        out: tensor to write into, [*input.shape, d_model] in the dtype of `weight`, with contiguous columns. Not
+            differentiable.
+
+    Returns:
+        [*input.shape, d_model] in the dtype of `weight`: computed in fp32 (fp64 for fp64) and rounded once.
+
+    Raises:
+        IndexError: an id outside [0, vocab_size); nothing has been written. On CUDA it comes later, from a later call
+            or from `posenc_ext.check_errors()`.
+        TypeError: an argument of another Python type.
+        ValueError: a tensor of another dtype or shape, or a value out of range.
+        NotImplementedError: `sparse=True` inside torch.compile or torch.export.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext import functional as F
+        >>> F.scaled_embedding(torch.tensor([2, 0]), torch.eye(4))
+        tensor([[0., 0., 2., 0.],
+                [2., 0., 0., 0.]])
+    """
     try:
         if has_torch_function_variadic(input, weight) or input.is_nested:
             return _overridden(scaled_embedding, "input", locals())
@@ -260,19 +312,48 @@ def add_positional_encoding(
 ) -> Tensor:
     """`x * token_scale + PE` in one pass, without a table of sinusoids.
 
+    The formula is that of Vaswani et al. 2017, "Attention Is All You Need", section 3.5; with the default convention
+    PE(p, 2k) = sin(p * w_k) and PE(p, 2k + 1) = cos(p * w_k), where w_k = 10000^(-2k/d_model).
+
     Args:
-        x: activations [..., length, d_model] (batch-first) or [length, ..., d_model], in the dtypes of `embed`.
+        x: activations [..., length, d_model], or [length, ..., d_model] with `batch_first=False`; float32, float64,
+            bfloat16 or float16; also a nested jagged tensor.
+        offset: added to every position, such as the number of tokens in a decoder's cache: an int, or an int64 or int32
+            tensor, 0-d or [batch], one number for each row. With `positions` a sum past int64 wraps.
+        positions: positions in place of the running index, int64, int32, float32 or float64, broadcastable to the axes
+            of `x` but the last, or 1-D along the sequence. They may be negative. Floating ones may be trained; one that
+            is not finite or not below 2^63 gives NaN.
         token_scale: factor of `x`, for rows that were looked up elsewhere.
-        offset, positions, convention, precision, frequencies, encoding_scale, position_table, dropout_p, batch_first:
-            as in `embed`; the last axis of `x` is no token axis, and a table has the dtype of `x`.
+        convention: which encoding: a name in `posenc_ext.CONVENTIONS`, or a `posenc_ext.Convention`.
+        precision: `"reference"`, angles as fp32 tables form them; `"exact"`, right to about 1e-7 at every position;
+            None for the convention's own.
+        frequencies: w_k of each pair of columns in radians per position, in place of the convention's base and divisor,
+            float32 or float64 [pairs]; the layout still says which column holds which pair. May be trained. With the
+            fp32 frequencies of a project's own table, `"reference"` gives that table.
+        encoding_scale: factor of the encoding, a number or a tensor that holds one and may be trained.
+        position_table: a learned table [max_len, d_model] of the dtype of `x`, in place of the sinusoids: a token at
+            position p gets its row p. Positions count from 0 and must lie in [0, max_len).
+        dropout_p: probability with which an element is dropped, in steps of 2^-16; the others are divided by 1 - p. The
+            numbers come from Philox4x32-7 with a seed that `torch.randint` draws. It acts whenever it is not 0: pass 0
+            in evaluation.
+        batch_first: whether the sequence is the last axis of `x` before d_model, or the first one.
         out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
 
     Returns:
-        A tensor of the shape and dtype of `x`.
+        A tensor of the shape and dtype of `x`: computed in fp32 (fp64 for fp64) and rounded once.
 
     Raises:
-        IndexError: a position outside `position_table`, as in `embed`.
-        ValueError: an argument that does not fit.
+        IndexError: a position outside `position_table`; nothing has been written. On CUDA it comes later, from a later
+            call or from `posenc_ext.check_errors()`.
+        TypeError: an argument of another Python type.
+        ValueError: a tensor of another dtype or shape, or a value out of range.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext import functional as F
+        >>> F.add_positional_encoding(torch.zeros(1, 2, 4))
+        tensor([[[0.0000, 1.0000, 0.0000, 1.0000],
+                 [0.8415, 0.5403, 0.0100, 0.9999]]])
     """
     return add_sinusoids(
         x,
@@ -302,23 +383,42 @@ def positional_encoding(
     device: torch.device | str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The encoding itself.
+    """The encoding itself: a sinusoid of each position in each column.
+
+    The formula is that of Vaswani et al. 2017, "Attention Is All You Need", section 3.5; with the default convention
+    PE(p, 2k) = sin(p * w_k) and PE(p, 2k + 1) = cos(p * w_k), where w_k = 10000^(-2k/d_model).
 
     Args:
-        positions_or_length: positions of any shape, in the dtypes of `embed`, or a length: then the positions run from
-            the convention's first one.
-        d_model: width D.
-        offset: added to every position (with `positions`, a sum past int64 wraps).
-        convention, precision, frequencies: as in `embed`.
-        dtype: of the result; None for `torch.get_default_dtype()`.
+        positions_or_length: positions of any shape, int64, int32, float32 or float64; floating ones may be trained. Or
+            a length, an int: then the positions run from the convention's first one.
+        d_model: width D, from 1 to 2^24.
+        offset: added to every position: an int, or an int64 or int32 tensor, 0-d or one number for each row of
+            `positions`. With `positions` a sum past int64 wraps.
+        convention: which encoding: a name in `posenc_ext.CONVENTIONS`, or a `posenc_ext.Convention`.
+        precision: `"reference"`, angles as fp32 tables form them; `"exact"`, right to about 1e-7 at every position;
+            None for the convention's own.
+        frequencies: w_k of each pair of columns in radians per position, in place of the convention's base and divisor,
+            float32 or float64 [pairs]; the layout still says which column holds which pair. May be trained. With the
+            fp32 frequencies of a project's own table, `"reference"` gives that table.
+        dtype: of the result, float32, float64, bfloat16 or float16; None for `torch.get_default_dtype()`.
         device: of the result, for a length; a tensor of positions stays where it is.
-        out: tensor to write into, [*positions.shape, d_model]; its dtype is used.
+        out: tensor to write into, [*positions.shape, d_model]; its dtype is used. Not differentiable.
 
     Returns:
         [*positions.shape, d_model], or [length, d_model].
 
     Raises:
-        ValueError: an argument that does not fit.
+        TypeError: an argument of another Python type.
+        ValueError: a tensor of another dtype or shape, or a value out of range.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext import functional as F
+        >>> F.positional_encoding(2, 4)
+        tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+                [0.8415, 0.5403, 0.0100, 0.9999]])
+        >>> F.positional_encoding(torch.tensor([0.5]), 2, precision="exact")  # between two positions
+        tensor([[0.4794, 0.8776]])
     """
     try:
         if isinstance(positions_or_length, Tensor) and (
@@ -369,10 +469,27 @@ def positional_encoding(
 
 
 def grid_positions(*sizes: int, device: torch.device | str | None = None) -> Tensor:
-    """The index of each cell of a grid along each axis: int64 [*sizes, len(sizes)], first axis first.
+    """The index of each cell of a grid along each axis.
 
-    For an image grid_positions(height, width) holds (y, x), .flip(-1) turns it into (x, y). The cells of
-    .flatten(0, -2) are in row-major order.
+    For an image `grid_positions(height, width)` holds (y, x), and `.flip(-1)` turns it into (x, y). The cells of
+    `.flatten(0, -2)` are in row-major order. What `torch.meshgrid` gives with indexing "ij", stacked.
+
+    Args:
+        *sizes: cells along each axis, one int an axis, at least one.
+        device: of the result.
+
+    Returns:
+        int64 [*sizes, len(sizes)].
+
+    Raises:
+        ValueError: no size was given.
+
+    Examples:
+        >>> from posenc_ext import functional as F
+        >>> F.grid_positions(2, 3)[1]
+        tensor([[1, 0],
+                [1, 1],
+                [1, 2]])
     """
     if not sizes:
         raise ValueError("posenc_ext::grid_positions: sizes must have at least 1 number, got none")
@@ -394,25 +511,38 @@ def add_positional_encoding_nd(
 ) -> Tensor:
     """`x * token_scale + PE` of positions on several axes, in one pass.
 
-    Each axis is encoded in columns of its own. What projects compute is in docs/recipes.md.
+    Each axis is encoded in columns of its own, by the formula of Vaswani et al. 2017, section 3.5, as images and grids
+    do (DETR, Carion et al. 2020; MAE, He et al. 2022). docs/recipes.md has the call for each project.
 
     Args:
-        x: activations [..., d_model], in the dtypes of `embed`.
-        positions: [..., n], a number for each of n axes; broadcastable to the tokens of `x`.
-        widths: columns of each axis, whose encoding is that of such a width; None for equal even ones, the least that
-            hold d_model. What the last of them have beyond d_model is cut off (positional-encodings).
-        order: `"axes"`: the columns of the first axis, then those of the second...; `"functions"`: the first halves of
-            all axes, then the second halves, so all sines before all cosines (timm).
-        token_scale, convention, precision, encoding_scale: as in `add_positional_encoding`; the first position of a
-            convention plays no part.
+        x: activations [..., d_model], float32, float64, bfloat16 or float16.
+        positions: [..., n], int64, int32, float32 or float64, a number for each of n axes; broadcastable to the axes of
+            `x` but the last. Floating ones may be trained.
+        widths: columns of each axis, one int an axis; each axis is encoded as if it were alone with that width. None
+            for equal even widths, the least that hold d_model. What the last of them have beyond d_model is cut off.
+        order: `"axes"`: the columns of the first axis, then those of the second, and so on; `"functions"`: the first
+            halves of all axes, then the second halves, so all sines before all cosines.
+        token_scale: factor of `x`.
+        convention: which encoding each axis has: a name in `posenc_ext.CONVENTIONS`, or a `posenc_ext.Convention`.
+        precision: `"reference"`, angles as fp32 tables form them; `"exact"`, right to about 1e-7 at every position;
+            None for the convention's own.
+        encoding_scale: factor of the encoding, a number or a tensor that holds one and may be trained.
         out: tensor to write into, of the shape and dtype of `x`; may be `x` itself. Not differentiable.
 
     Returns:
-        A tensor of the shape and dtype of `x`.
+        A tensor of the shape and dtype of `x`. The first position of a convention plays no part.
 
     Raises:
-        ValueError: an argument that does not fit.
-        NotImplementedError: `x` is a DTensor.
+        TypeError: an argument of another Python type.
+        ValueError: a tensor of another dtype or shape, or a value out of range.
+        NotImplementedError: `x` is a DTensor or nested.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext import functional as F
+        >>> image = torch.zeros(2, 14, 14, 64)
+        >>> F.add_positional_encoding_nd(image, F.grid_positions(14, 14)).shape
+        torch.Size([2, 14, 14, 64])
     """
     op = "add_positional_encoding_nd"
     try:
@@ -464,18 +594,35 @@ def positional_encoding_nd(
 ) -> Tensor:
     """The encoding of positions on several axes itself.
 
+    Each axis is encoded in columns of its own, by the formula of Vaswani et al. 2017, section 3.5, as images and grids
+    do (DETR, Carion et al. 2020; MAE, He et al. 2022). docs/recipes.md has the call for each project.
+
     Args:
-        positions: [..., n], a number for each of n axes: those of `grid_positions`, or any others.
-        d_model: width D.
-        widths, order, convention, precision: as in `add_positional_encoding_nd`.
-        dtype: of the result; None for `torch.get_default_dtype()`.
-        out: tensor to write into, [*positions.shape[:-1], d_model]; its dtype is used.
+        positions: [..., n], int64, int32, float32 or float64, a number for each of n axes: those of `grid_positions`,
+            or any others. Floating ones may be trained.
+        d_model: width D of all axes together.
+        widths: columns of each axis, one int an axis; each axis is encoded as if it were alone with that width. None
+            for equal even widths, the least that hold d_model. What the last of them have beyond d_model is cut off.
+        order: `"axes"`: the columns of the first axis, then those of the second, and so on; `"functions"`: the first
+            halves of all axes, then the second halves, so all sines before all cosines.
+        convention: which encoding each axis has: a name in `posenc_ext.CONVENTIONS`, or a `posenc_ext.Convention`.
+        precision: `"reference"`, angles as fp32 tables form them; `"exact"`, right to about 1e-7 at every position;
+            None for the convention's own.
+        dtype: of the result, float32, float64, bfloat16 or float16; None for `torch.get_default_dtype()`.
+        out: tensor to write into, [*positions.shape[:-1], d_model]; its dtype is used. Not differentiable.
 
     Returns:
-        [*positions.shape[:-1], d_model].
+        [*positions.shape[:-1], d_model]. The first position of a convention plays no part.
 
     Raises:
-        ValueError: an argument that does not fit.
+        TypeError: an argument of another Python type.
+        ValueError: a tensor of another dtype or shape, or a value out of range.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext import functional as F
+        >>> F.positional_encoding_nd(torch.tensor([[0, 1]]), 4)
+        tensor([[0.0000, 1.0000, 0.8415, 0.5403]])
     """
     try:
         if has_torch_function_unary(positions) or positions.is_nested:
@@ -527,8 +674,16 @@ def positions_from_padding(
         int64, contiguous, of the shape of `ids_or_mask`.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit. A nested tensor is refused: its rows need no pads, and
-            positions start anew in each of them.
+        TypeError: an argument of another Python type, or an `offset` that is no integer tensor.
+        ValueError: a tensor of another dtype or shape. A nested tensor is refused: its rows need no pads, and positions
+            start anew in each of them.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext import functional as F
+        >>> F.positions_from_padding(torch.tensor([[0, 0, 5, 6], [7, 8, 9, 0]]), 0)
+        tensor([[0, 0, 0, 1],
+                [0, 1, 2, 0]])
     """
     try:
         if has_torch_function_unary(ids_or_mask) or ids_or_mask.is_nested:
@@ -569,7 +724,14 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, *, first_position:
         int64 [total].
 
     Raises:
-        TypeError, ValueError: an argument that does not fit.
+        TypeError: an argument of another Python type.
+        ValueError: a tensor of another dtype or shape, numbers that descend, or a `total` that is too small.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext import functional as F
+        >>> F.positions_from_cu_seqlens(torch.tensor([0, 3, 7]), 7)
+        tensor([0, 1, 2, 0, 1, 2, 3])
     """
     try:
         if has_torch_function_unary(cu_seqlens) or cu_seqlens.is_nested:
@@ -595,7 +757,14 @@ def positions_from_sequence_ids(ids: Tensor, *, first_position: int = 0, batch_f
         int64, contiguous, of the shape of `ids`.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit.
+        TypeError: an argument of another Python type.
+        ValueError: a tensor of another dtype or shape.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext import functional as F
+        >>> F.positions_from_sequence_ids(torch.tensor([[5, 5, 5, 6, 6]]))
+        tensor([[0, 1, 2, 0, 1]])
     """
     try:
         if has_torch_function_unary(ids) or ids.is_nested:
@@ -611,10 +780,28 @@ def positions_from_sequence_ids(ids: Tensor, *, first_position: int = 0, batch_f
 def angular_frequencies(
     d_model: int, *, convention: str | Convention = "vaswani", precision: str | None = None
 ) -> Tensor:
-    """The frequencies w_k that the encoding uses, in radians per position, float64 [pairs].
+    """The frequencies w_k that the encoding uses, in radians per position.
 
-    `"exact"`: base^(-2k/D) or base^(-k/(D/2-1)). `"reference"`: the float32 numbers that fp32 tables are built from,
-    exp(fl32(2k) * fl32(-ln(base)/D)) with the exponential rounded correctly.
+    `"exact"`: those of the convention's divisor: base^(-2k/D) (Vaswani et al. 2017, section 3.5), base^(-k/(D/2-1))
+    (tensor2tensor) or base^(-k/floor(D/2)) (diffusers). `"reference"`: the float32 numbers that fp32 tables are built
+    from, exp(fl32(2k) * fl32(-ln(base)/D)) with the exponential rounded correctly.
+
+    Args:
+        d_model: width D, from 1 to 2^24.
+        convention: a name in `posenc_ext.CONVENTIONS`, or a `posenc_ext.Convention`.
+        precision: `"reference"` or `"exact"`; None for the convention's own.
+
+    Returns:
+        float64 [pairs] on the CPU, fastest first. There are d_model // 2 pairs, and one more at an odd width whose last
+        column is a sine.
+
+    Raises:
+        ValueError: `d_model` out of range, an unknown convention or precision.
+
+    Examples:
+        >>> from posenc_ext import functional as F
+        >>> F.angular_frequencies(4, precision="exact")
+        tensor([1.0000, 0.0100], dtype=torch.float64)
     """
     if not 1 <= d_model <= 2**24:
         text = "positive" if d_model < 1 else f"at most {2**24}"

@@ -38,7 +38,8 @@ def fuse(module: nn.Module, *, probe: Tensor | None = None) -> nn.Module:
 
     Args:
         module: such a sequence, or a model that holds some.
-        probe: ids to call a pair with, instead of small ones of shapes [2, 7] and [3, 5].
+        probe: ids to call a pair with, int64 or int32 of any shape that it takes, instead of small ones of shapes [2,
+            7] and [3, 5].
 
     Returns:
         The new layer, or `module` with its sequences replaced. A warning names the pairs that stay.
@@ -46,6 +47,14 @@ def fuse(module: nn.Module, *, probe: Tensor | None = None) -> nn.Module:
     Raises:
         ValueError: nothing can be replaced; the message names what was found, and why it stays.
         TypeError: `probe` is no tensor of ids.
+
+    Examples:
+        >>> import torch, posenc_ext
+        >>> from posenc_ext.reference import Embeddings, PositionalEncoding
+        >>> pair = torch.nn.Sequential(Embeddings(8, 100), PositionalEncoding(8))
+        >>> layer = posenc_ext.fuse(pair)
+        >>> type(layer).__name__, layer.weight is pair[0].lut.weight
+        ('TransformerEmbedding', True)
     """
     if probe is not None and (not isinstance(probe, Tensor) or probe.dtype not in (torch.int64, torch.int32)):
         raise TypeError(f"posenc_ext.fuse: probe must be a tensor of ids, int64 or int32, got {_described(probe)}")
@@ -412,6 +421,12 @@ def unfuse(module: nn.Module, *, max_len: int = 5000) -> nn.Module:
     Raises:
         ValueError: `max_len` is not positive, or a layer does more than its class: it has hooks, a forward of its own,
             or is of a subclass; or it has `count_padding=False`. Nothing has been replaced then.
+
+    Examples:
+        >>> import posenc_ext
+        >>> pair = posenc_ext.unfuse(posenc_ext.TransformerEmbedding(100, 8), max_len=50)
+        >>> {name: list(tensor.shape) for name, tensor in pair.state_dict().items()}
+        {'0.lut.weight': [100, 8], '1.pe': [1, 50, 8]}
     """
     if type(max_len) is not int or max_len <= 0:
         raise ValueError(f"posenc_ext.unfuse: max_len must be a positive int, got {max_len!r}")

@@ -28,6 +28,12 @@ class Identified(NamedTuple):
         start: position of row 0.
         padding_row: index of a row of zeros, which fairseq and its heirs keep for pads, or None.
         difference: the largest absolute difference from what the convention computes, in that row none.
+
+    Examples:
+        >>> import posenc_ext
+        >>> found = posenc_ext.identify_convention(posenc_ext.PositionalEncoding(64, max_len=100).pe)
+        >>> found.convention.name, found.scale, found.start, found.padding_row
+        ('vaswani', 1.0, 0, None)
     """
 
     convention: Convention
@@ -66,16 +72,24 @@ def identify_convention(table: Tensor) -> Identified | None:
     table: it may differ by the rounding of the table's numbers and by what fp32 builders differ by, 4e-7 of a position.
 
     Args:
-        table: [length, D], with any number of axes of size 1 among them, of a floating type; a NumPy array too. Numbers
-            that were rounded to bfloat16 or float16 once are recognised in a wider type.
+        table: [length, D], with any number of axes of size 1 among them, of a floating dtype; a NumPy array too.
+            Numbers that were rounded to bfloat16 or float16 once are recognised in a wider type.
 
     Returns:
-        None where nothing fits. One row tells no base: then it is 10000. Below a width of 4 there is one pair, which
-        tells no base either.
+        What was found, or None where nothing fits. One row tells no base: then it is 10000. Below a width of 4 there is
+        one pair, which tells no base either.
 
     Raises:
         TypeError: `table` is no dense tensor or array of a floating type.
         ValueError: `table` has another shape.
+
+    Examples:
+        >>> import torch, posenc_ext
+        >>> table = posenc_ext.functional.positional_encoding(100, 64, convention="marian")
+        >>> posenc_ext.identify_convention(table).convention.name
+        'marian'
+        >>> posenc_ext.identify_convention(torch.randn(100, 64)) is None
+        True
     """
     table = torch.as_tensor(table)
     if not table.is_floating_point() or table.layout != torch.strided:

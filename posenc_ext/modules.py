@@ -263,20 +263,38 @@ class _Lookup(_Layer):
         self.token_scale = value
 
     def reset_parameters(self) -> None:
-        """Draw the weight as `nn.Embedding` does: N(0, 1), the padding row zero."""
+        """Draw the weight as `nn.Embedding` does: N(0, 1), the padding row zero.
+
+        Examples:
+            >>> import posenc_ext
+            >>> layer = posenc_ext.Embeddings(4, 10, padding_idx=0)
+            >>> layer.reset_parameters()
+            >>> layer.weight[0].tolist()
+            [0.0, 0.0, 0.0, 0.0]
+        """
         self.lut.reset_parameters()
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
-        """A layer around a given table, as `nn.Embedding.from_pretrained`.
+        """A layer around a given table, like `nn.Embedding.from_pretrained`.
 
         Args:
-            embeddings: [vocab_size, d_model]; not copied.
+            embeddings: [vocab_size, d_model], float32, float64, bfloat16 or float16; not copied.
             freeze: whether the table is kept from training.
-            options: keyword arguments of the class.
+            **options: keyword arguments of the class.
+
+        Returns:
+            A layer of this class on the device and in the dtype of `embeddings`.
 
         Raises:
-            ValueError: `embeddings` has not two dimensions.
+            TypeError: an option that the class does not have.
+            ValueError: `embeddings` has not two dimensions, or an option is out of range.
+
+        Examples:
+            >>> import torch, posenc_ext
+            >>> layer = posenc_ext.Embeddings.from_pretrained(torch.ones(10, 4))
+            >>> layer.weight.shape, layer.weight.requires_grad
+            (torch.Size([10, 4]), False)
         """
         if embeddings.dim() != 2:
             raise ValueError(
@@ -366,23 +384,42 @@ class _Encoded(_Layer):
 
 
 class Embeddings(_Lookup):
-    """`lut(x) * sqrt(d_model)` in one pass.
+    """Token embeddings: `lut(x) * sqrt(d_model)` in one pass.
+
+    The factor is that of Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
 
     Args:
         d_model: width.
         vocab_size: number of rows.
-        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: as in `nn.Embedding`.
+        padding_idx: row that gets no gradient and starts as zeros; its lookup is not zeroed. May be negative, counting
+            from the end.
+        max_norm: rows looked up whose norm is larger are first scaled down to it, in place, in the weight; None for
+            none.
+        norm_type: p of that p-norm.
+        scale_grad_by_freq: divide each row's gradient by the number of times it was looked up.
+        sparse: give the weight a sparse gradient, coalesced.
+        device: of the weight.
+        dtype: of the weight, float32, float64, bfloat16 or float16.
 
     Attributes:
-        lut: the `nn.Embedding` that holds the weight and its options, initialised as ever. It is not called while it is
-            plain: an `nn.Embedding` itself, without hooks or a forward of its own, its weight a Parameter or Tensor.
-            Otherwise the layer is `lut(x) * token_scale`.
-        token_scale, embed_scale: sqrt(d_model), a Python float: `F.embedding(x, m.weight) * m.token_scale` is `m(x)`.
-        weight, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: those of
-            `lut`, to read and to set.
+        lut: the `nn.Embedding` that holds the weight [vocab_size, d_model] and its options, initialised as ever. It is
+            not called while it is plain: an `nn.Embedding` itself, without hooks or a forward of its own, its weight a
+            Parameter or Tensor. Otherwise the layer is `lut(x) * token_scale`.
+        token_scale: sqrt(d_model), a Python float: `F.embedding(x, m.weight) * m.token_scale` is `m(x)`. Its other name
+            is `embed_scale`.
+        weight: `lut.weight`, to read and to set. So are `num_embeddings`, `embedding_dim`, `padding_idx`, `max_norm`,
+            `norm_type`, `scale_grad_by_freq` and `sparse`.
 
     Raises:
+        TypeError: a size that is no int.
         ValueError: a size that is not positive, or an option out of range.
+
+    Examples:
+        >>> import torch, posenc_ext
+        >>> layer = posenc_ext.Embeddings(4, 10)
+        >>> x = torch.tensor([[1, 2, 3]])
+        >>> torch.equal(layer(x), layer.lut(x) * 2)
+        True
     """
 
     def __init__(
@@ -413,7 +450,26 @@ class Embeddings(_Lookup):
         self.token_scale = math.sqrt(d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ids of any shape, int64 or int32 -> [*x.shape, d_model]."""
+        """Look up ids and scale their rows.
+
+        Args:
+            x: ids of any shape, int64 or int32; also a nested jagged tensor.
+
+        Returns:
+            [*x.shape, d_model] in the dtype of the weight.
+
+        Raises:
+            IndexError: an id outside [0, vocab_size); nothing has been written. On CUDA it comes later, from a later
+                call or from `posenc_ext.check_errors()`.
+            TypeError: `x` is no tensor.
+            ValueError: `x` is not int64 or int32.
+            NotImplementedError: `sparse=True` inside torch.compile or torch.export.
+
+        Examples:
+            >>> import torch, posenc_ext
+            >>> posenc_ext.Embeddings(4, 10)(torch.tensor([[1, 2, 3]])).shape
+            torch.Size([1, 3, 4])
+        """
         lut: Any = self._modules["lut"]
         weight = plain_weight(lut)
         if weight is None:
@@ -431,27 +487,43 @@ class Embeddings(_Lookup):
 
 
 class PositionalEncoding(_Encoded):
-    """`x + PE` in one pass, for any length.
+    """Sinusoidal positions: `x + PE` in one pass, for any length, without a table.
+
+    The formula is that of Vaswani et al. 2017, "Attention Is All You Need", section 3.5; with the default convention
+    PE(p, 2k) = sin(p * w_k) and PE(p, 2k + 1) = cos(p * w_k), where w_k = 10000^(-2k/d_model).
+
+    Attributes that are set later act from the next call on. A table in a checkpoint (`pe`, `pos_embedding`, `weights`
+    and the like) is checked against the formula and dropped; one of another convention is refused by name. The module
+    saves nothing itself, but for an `nn.Parameter` that it was given.
 
     Args:
         d_model: width.
-        max_len: rows of `.pe` (None: 5000, the textbook's); limits nothing.
-        convention: name of a convention or a `Convention`.
-        precision: `"reference"` or `"exact"`; None for the convention's own.
-        frequencies: as in `functional.embed`. They keep their dtype when the module is cast. An `nn.Parameter` is
-            trained and saved; a tensor is not saved.
-        encoding_scale: factor of the encoding; an `nn.Parameter` that holds one number is trained and saved.
-        dropout: probability, applied to the sum in training by `.dropout`, an `nn.Dropout`: in the same pass while it
+        max_len: rows of `.pe` (None: 5000, the textbook's). It limits nothing.
+        *rest: nothing. A third positional argument is refused in words: the tutorials' order is another.
+        convention: which encoding: a name in `posenc_ext.CONVENTIONS`, or a `posenc_ext.Convention`.
+        precision: `"reference"`, angles as fp32 tables form them; `"exact"`, right to about 1e-7 at every position;
+            None for the convention's own.
+        frequencies: w_k of each pair of columns in radians per position, in place of the convention's base and divisor,
+            float32 or float64 [pairs]. They keep their dtype when the layer is cast. An `nn.Parameter` is trained and
+            saved; a tensor is not saved.
+        encoding_scale: factor of the encoding, a number; an `nn.Parameter` that holds one is trained and saved.
+        dropout: probability, applied to the sum in training by `.dropout`, an `nn.Dropout`: in the same pass while that
             is plain (no hooks, not replaced), with numbers of our own that torch's generators seed.
         batch_first: whether x is [..., length, d_model] or [length, ..., d_model].
 
-    Attributes that are set later act from the next call on.
-
-    A table in a checkpoint (`pe`, `pos_embedding`, `weights`, ...) is checked against the formula and dropped; one of
-    another convention is refused. The module saves nothing itself.
-
     Raises:
-        ValueError: a size that is not positive, an unknown convention or precision.
+        TypeError: a size that is no int, a third positional argument, or `frequencies` that are no tensor.
+        ValueError: a size that is not positive, an unknown convention or precision, a probability outside [0, 1], or
+            `frequencies` of another dtype or shape.
+
+    Examples:
+        >>> import torch, posenc_ext
+        >>> layer = posenc_ext.PositionalEncoding(4)
+        >>> layer(torch.zeros(1, 2, 4))
+        tensor([[[0.0000, 1.0000, 0.0000, 1.0000],
+                 [0.8415, 0.5403, 0.0100, 0.9999]]])
+        >>> layer.state_dict()
+        OrderedDict()
     """
 
     _placement: Tensor
@@ -482,7 +554,29 @@ class PositionalEncoding(_Encoded):
         self.register_buffer("_placement", torch.empty(0), persistent=False)
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
-        """X [..., length, d_model] -> the same shape and dtype; `offset` and `positions` as in `functional`."""
+        """Add the encodings, and drop out in training.
+
+        Args:
+            x: [..., length, d_model], or [length, ..., d_model] with `batch_first=False`; float32, float64, bfloat16 or
+                float16; also a nested jagged tensor.
+            offset: added to every position, such as the number of tokens in a decoder's cache: an int, or an int64 or
+                int32 tensor, 0-d or [batch], one number for each row. With `positions` a sum past int64 wraps.
+            positions: positions in place of the running index, int64, int32, float32 or float64, broadcastable to the
+                axes of `x` but the last, or 1-D along the sequence. They may be negative; floating ones may be trained.
+
+        Returns:
+            A tensor of the shape and dtype of `x`.
+
+        Raises:
+            TypeError: an argument of another Python type.
+            ValueError: `x` of another width or dtype, positions of another shape or dtype.
+
+        Examples:
+            >>> import torch, posenc_ext
+            >>> layer, x = posenc_ext.PositionalEncoding(8), torch.zeros(2, 5, 8)
+            >>> torch.equal(layer(x)[:, 3:], layer(x[:, 3:], offset=3))
+            True
+        """
         dropout: Any = self._modules["dropout"]
         dropout_p = probability_in_pass(dropout, x)
         y = add_sinusoids(
@@ -503,7 +597,17 @@ class PositionalEncoding(_Encoded):
 
     @property
     def pe(self) -> Tensor:
-        """The table the textbook module would hold: [1, max_len, d_model], or [max_len, 1, d_model] sequence-first."""
+        """The table that the textbook module would hold, made when it is read.
+
+        [1, max_len, d_model], or [max_len, 1, d_model] where the layer is sequence-first, on the device and in the
+        dtype of the module.
+
+        Examples:
+            >>> import posenc_ext
+            >>> posenc_ext.PositionalEncoding(4, max_len=2).pe
+            tensor([[[0.0000, 1.0000, 0.0000, 1.0000],
+                     [0.8415, 0.5403, 0.0100, 0.9999]]])
+        """
         rows = positional_encoding(
             self.max_len or _DEFAULT_TABLE_ROWS,
             self.d_model,
@@ -531,33 +635,68 @@ class PositionalEncoding(_Encoded):
 
 
 class TransformerEmbedding(_Lookup, _Encoded):
-    """`weight[x] * token_scale + PE`: the whole input layer in one pass.
+    """The whole input layer of a Transformer in one pass: `weight[x] * token_scale + PE`.
+
+    The formula is that of Vaswani et al. 2017, "Attention Is All You Need", sections 3.4 and 3.5; with the default
+    convention PE(p, 2k) = sin(p * w_k) and PE(p, 2k + 1) = cos(p * w_k), where w_k = 10000^(-2k/d_model).
+
+    Attributes that are set later act from the next call on. Checkpoints of the textbook pair (`0.lut.weight`, or what a
+    parametrised `lut` saves) and of version 0.1 (`weight`) load too. A table in one (`pe`, `1.pe` and the like) is
+    checked against the formula and dropped; one of another convention is refused by name.
 
     Args:
         vocab_size: number of rows.
         d_model: width.
-        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: as in `nn.Embedding`.
-        convention, precision, frequencies, encoding_scale, dropout, batch_first: as in `PositionalEncoding`.
+        padding_idx: row that gets no gradient and starts as zeros; its lookup is not zeroed. May be negative, counting
+            from the end.
+        count_padding: False: positions count real tokens only, so padding changes no position. Pads are the ids
+            `padding_idx`, or what a `padding_mask` given to the call says.
+        convention: which encoding: a name in `posenc_ext.CONVENTIONS`, or a `posenc_ext.Convention`.
+        precision: `"reference"`, angles as fp32 tables form them; `"exact"`, right to about 1e-7 at every position;
+            None for the convention's own.
+        frequencies: w_k of each pair of columns in radians per position, in place of the convention's base and divisor,
+            float32 or float64 [pairs]. They keep their dtype when the layer is cast. An `nn.Parameter` is trained and
+            saved; a tensor is not saved.
+        encoding_scale: factor of the encoding, a number; an `nn.Parameter` that holds one is trained and saved.
         position: a `LearnedPositionalEmbedding` in place of the sinusoids, of `convention` and of `precision`, or a
             module that is called like one. GPT-2's input layer is `TransformerEmbedding(50257, 768, token_scale=1,
             position=LearnedPositionalEmbedding(1024, 768))`.
-        at_padding: what a token of `padding_idx` is, as in `functional.embed`.
-        token_scale: factor of the looked-up row; None for sqrt(d_model).
-        count_padding: False: positions count real tokens only, see `functional.positions_from_padding`. Pads are the
-            ids `padding_idx`, or what a `padding_mask` given to the call says.
+        at_padding: what a token of `padding_idx` is: `"embed"`, a token like any other; `"no_encoding"`, its row alone
+            (fairseq, M2M100); `"no_embedding"`, its encoding alone; `"zeros"`.
+        dropout: probability, applied to the sum in training by `.dropout`, an `nn.Dropout`: in the same pass while that
+            is plain (no hooks, not replaced), with numbers of our own that torch's generators seed.
+        token_scale: factor of the looked-up row; None for sqrt(d_model). Never rounded to the dtype of the weight.
+        max_norm: rows looked up whose norm is larger are first scaled down to it, in place, in the weight; None for
+            none.
+        norm_type: p of that p-norm.
+        scale_grad_by_freq: divide each row's gradient by the number of times it was looked up.
+        sparse: give the weight a sparse gradient, coalesced.
+        batch_first: whether the sequence is the last axis of the ids, or the first one.
+        device: of the weight.
+        dtype: of the weight, float32, float64, bfloat16 or float16.
 
     Attributes:
-        lut, weight, num_embeddings, ...: as in `Embeddings`. Where `lut` is not plain it is called, and scale and
-            encoding are added in one more pass.
-        token_scale, embed_scale, count_padding: as given.
+        lut: the `nn.Embedding` that holds the weight [vocab_size, d_model] and its options, initialised as ever. It is
+            not called while it is plain: an `nn.Embedding` itself, without hooks or a forward of its own, its weight a
+            Parameter or Tensor. Otherwise it is called, and scale and encoding are added in one more pass.
+        weight: `lut.weight`, to read and to set. So are `num_embeddings`, `embedding_dim`, `padding_idx`, `max_norm`,
+            `norm_type`, `scale_grad_by_freq` and `sparse`.
+        token_scale: as given, a Python float. Its other name is `embed_scale`.
         position: as given. Where it is not plain, drops by itself or has another dtype it is called, after the lookup.
         dropout: an `nn.Dropout`.
 
-    Loads checkpoints of the textbook pair (`0.lut.weight`, or what a parametrised `lut` saves) and of version 0.1
-    (`weight`) as well, and a table (`pe`, `1.pe`, ...) is checked and dropped as in `PositionalEncoding`.
-
     Raises:
-        ValueError: a size that is not positive, or an option out of range.
+        TypeError: a size that is no int, `frequencies` that are no tensor, or a `position` that is no such module.
+        ValueError: a size that is not positive, an option out of range, an unknown convention or precision,
+            `frequencies` of another dtype or shape, a `position` of another width or together with a convention.
+
+    Examples:
+        >>> import torch, posenc_ext
+        >>> layer = posenc_ext.TransformerEmbedding(vocab_size=100, d_model=8, padding_idx=0, dropout=0.1)
+        >>> layer(torch.tensor([[5, 6, 7, 0]])).shape
+        torch.Size([1, 4, 8])
+        >>> list(layer.state_dict())
+        ['lut.weight']
     """
 
     count_padding = True  # of layers that were pickled without it
@@ -622,11 +761,38 @@ class TransformerEmbedding(_Lookup, _Encoded):
         positions: Tensor | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Ids of any shape -> [*x.shape, d_model] in the dtype of `weight`; `offset`, `positions` as in `functional`.
+        """Look up ids, scale their rows, add the encodings, and drop out in training.
 
-        With `count_padding=False`, `padding_mask` (bool, of the shape of x, True at pads, as `key_padding_mask` in
-        `torch.nn`) says which tokens are pads, and `offset` is how many real tokens came before, one number a row where
-        they differ. Explicit `positions` are taken as they are.
+        Args:
+            x: ids of any shape, int64 or int32; also a nested jagged tensor.
+            offset: added to every position, such as the number of tokens in a decoder's cache: an int, or an int64 or
+                int32 tensor, 0-d or [batch], one number for each row. With `positions` a sum past int64 wraps. With
+                `count_padding=False` it is the number of real tokens before.
+            positions: positions in place of the running index, int64, int32, float32 or float64, broadcastable to the
+                shape of `x`, or 1-D along the sequence. They may be negative; floating ones may be trained. With a
+                learned `position` integers only.
+            padding_mask: bool, of the shape of `x`, True at pads (like `key_padding_mask` in `torch.nn`); needs
+                `count_padding=False`, and takes the place of `padding_idx` there.
+
+        Returns:
+            [*x.shape, d_model] in the dtype of the weight.
+
+        Raises:
+            IndexError: an id outside [0, vocab_size), or a position past a learned table; nothing has been written. On
+                CUDA it comes later, from a later call or from `posenc_ext.check_errors()`.
+            TypeError: an argument of another Python type.
+            ValueError: a tensor of another dtype or shape, an unknown `at_padding`, or a `padding_mask` together with
+                `positions` or `count_padding=True`.
+            NotImplementedError: `sparse=True` inside torch.compile or torch.export.
+
+        Examples:
+            >>> import torch, posenc_ext
+            >>> layer = posenc_ext.TransformerEmbedding(100, 8, padding_idx=0, count_padding=False)
+            >>> alone, padded = torch.tensor([[5, 6]]), torch.tensor([[0, 0, 5, 6]])
+            >>> torch.equal(layer(alone), layer(padded)[:, 2:])
+            True
+            >>> torch.equal(layer(torch.tensor([[6]]), offset=1), layer(alone)[:, 1:])  # a decoder's step
+            True
         """
         lut: Any = self._modules["lut"]
         counted = padding_mask is not None or not self.count_padding
@@ -721,22 +887,33 @@ class TransformerEmbedding(_Lookup, _Encoded):
 
 @may_be_left_out
 class LearnedPositionalEmbedding(_Layer):
-    """The trainable alternative: `x + weight[position]`, called like `PositionalEncoding`, and as long as its table.
+    """Trained positions: `x + weight[position]`, called like `PositionalEncoding`, and as long as its table.
 
     In one pass where both have one dtype; `TransformerEmbedding(position=...)` puts it into the pass of the lookup. Its
-    gradient is deterministic.
+    gradient is deterministic. The form is that of Gehring et al. 2017, "Convolutional Sequence to Sequence Learning",
+    section 3.1, as BERT and GPT-2 have it.
 
     Args:
         max_len: number of positions.
         d_model: width.
-        dropout, batch_first: as in `PositionalEncoding`.
-        device, dtype: of the weight.
+        dropout: probability, applied to the sum in training by `.dropout`, an `nn.Dropout`: in the same pass while that
+            is plain (no hooks, not replaced), with numbers of our own that torch's generators seed.
+        batch_first: whether x is [..., length, d_model] or [length, ..., d_model].
+        device: of the weight.
+        dtype: of the weight, float32, float64, bfloat16 or float16.
 
     Attributes:
         weight: [max_len, d_model], drawn from N(0, 1) as `nn.Embedding` does.
 
     Raises:
-        ValueError: a size that is not positive.
+        TypeError: a size that is no int.
+        ValueError: a size that is not positive, or a probability outside [0, 1].
+
+    Examples:
+        >>> import torch, posenc_ext
+        >>> layer = posenc_ext.LearnedPositionalEmbedding(1024, 8)
+        >>> torch.equal(layer(torch.zeros(1, 3, 8)), layer.weight[:3].unsqueeze(0))
+        True
     """
 
     def __init__(
@@ -768,7 +945,15 @@ class LearnedPositionalEmbedding(_Layer):
         return self.weight.shape[1]
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, 1)."""
+        """Draw the weight from N(0, 1), as `nn.Embedding` does.
+
+        Examples:
+            >>> import posenc_ext
+            >>> layer = posenc_ext.LearnedPositionalEmbedding(1024, 4)
+            >>> layer.reset_parameters()
+            >>> 0.8 < layer.weight.std().item() < 1.2
+            True
+        """
         nn.init.normal_(self.weight)
 
     @classmethod
@@ -776,12 +961,22 @@ class LearnedPositionalEmbedding(_Layer):
         """A layer around a given table, also one that no convention explains.
 
         Args:
-            embeddings: [max_len, d_model]; not copied.
+            embeddings: [max_len, d_model], float32, float64, bfloat16 or float16; not copied.
             freeze: whether the table is kept from training.
-            options: keyword arguments of the class.
+            **options: keyword arguments of the class.
+
+        Returns:
+            A layer of this class on the device and in the dtype of `embeddings`.
 
         Raises:
-            ValueError: `embeddings` has not two dimensions.
+            TypeError: an option that the class does not have.
+            ValueError: `embeddings` has not two dimensions, or an option is out of range.
+
+        Examples:
+            >>> import torch, posenc_ext
+            >>> layer = posenc_ext.LearnedPositionalEmbedding.from_pretrained(torch.ones(10, 4))
+            >>> layer.weight.shape, layer.weight.requires_grad
+            (torch.Size([10, 4]), False)
         """
         if embeddings.dim() != 2:
             raise ValueError(
@@ -793,12 +988,30 @@ class LearnedPositionalEmbedding(_Layer):
         return layer
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0, positions: Tensor | None = None) -> Tensor:
-        """X [..., length, d_model] -> the same shape.
+        """Add the rows of the positions, and drop out in training.
+
+        Args:
+            x: [..., length, d_model], or [length, ..., d_model] with `batch_first=False`; float32, float64, bfloat16 or
+                float16; also a nested jagged tensor.
+            offset: added to every position, such as the number of tokens in a decoder's cache: an int, or an int64 or
+                int32 tensor, 0-d or [batch], one number for each row.
+            positions: positions in place of the running index, int64 or int32, broadcastable to the axes of `x` but the
+                last, or 1-D along the sequence.
+
+        Returns:
+            A tensor of the shape of `x`, in the wider of the dtypes of `x` and the weight.
 
         Raises:
-            IndexError: a position outside [0, max_len): nothing was learned for it.
-            TypeError: positions that are not int64 or int32.
+            IndexError: a position outside [0, max_len): nothing was learned for it. On CUDA it comes later, from a
+                later call or from `posenc_ext.check_errors()`.
+            TypeError: positions that are not int64 or int32, or an argument of another Python type.
             ValueError: x of another width, positions of another shape.
+
+        Examples:
+            >>> import torch, posenc_ext
+            >>> layer, x = posenc_ext.LearnedPositionalEmbedding(9, 8), torch.zeros(2, 5, 8)
+            >>> torch.equal(layer(x)[:, 3:], layer(x[:, 3:], offset=3))
+            True
         """
         dropout: Any = self._modules["dropout"]
         dropout_p = probability_in_pass(dropout, x)

@@ -49,6 +49,17 @@ class Embeddings(nn.Module):
         d_model: width of a row.
         vocab_size: number of rows.
         scale: another factor, for models that were trained with one.
+
+    Raises:
+        RuntimeError: a negative size, from torch.
+
+    Examples:
+        >>> import torch
+        >>> from posenc_ext.reference import Embeddings
+        >>> layer = Embeddings(4, 10)
+        >>> x = torch.tensor([1, 2])
+        >>> torch.equal(layer(x), layer.lut(x) * 2)
+        True
     """
 
     def __init__(self, d_model: int, vocab_size: int, scale: float | None = None) -> None:
@@ -58,13 +69,29 @@ class Embeddings(nn.Module):
         self.scale = math.sqrt(d_model) if scale is None else scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look up ids of any shape ``[...]`` (int32 or int64); returns ``[..., d_model]``."""
+        """Look ids up and scale their rows.
+
+        Args:
+            x: ids of any shape ``[...]``, int32 or int64.
+
+        Returns:
+            ``[..., d_model]`` in the dtype of the weight.
+
+        Raises:
+            IndexError: an id outside the table, from torch.
+
+        Examples:
+            >>> import torch
+            >>> from posenc_ext.reference import Embeddings
+            >>> Embeddings(4, 10)(torch.tensor([[1, 2, 3]])).shape
+            torch.Size([1, 3, 4])
+        """
         rows: Tensor = self.lut(x)
         return rows * self.scale
 
 
 class PositionalEncoding(nn.Module):
-    """Fixed sinusoidal positions, read from a table made once.
+    """Fixed sinusoidal positions, read from a table made once (Vaswani et al. 2017, section 3.5).
 
     The table is the buffer ``pe``, float32 ``[1, max_len, d_model]``, or ``[max_len, 1, d_model]`` where sequences are
     the first axis. It belongs to the ``state_dict``, so checkpoints of models built this way carry it.
@@ -74,6 +101,15 @@ class PositionalEncoding(nn.Module):
         max_len: number of positions in the table, and so the longest input.
         dropout: share of the sums that is set to zero in training.
         batch_first: whether inputs are ``[batch, length, d_model]`` or ``[length, batch, d_model]``.
+
+    Raises:
+        RuntimeError: a negative size, from torch.
+
+    Examples:
+        >>> from posenc_ext.reference import PositionalEncoding
+        >>> PositionalEncoding(4, max_len=2).pe
+        tensor([[[0.0000, 1.0000, 0.0000, 1.0000],
+                 [0.8415, 0.5403, 0.0100, 0.9999]]])
     """
 
     def __init__(self, d_model: int, max_len: int = 5000, *, dropout: float = 0.0, batch_first: bool = True) -> None:
@@ -91,10 +127,23 @@ class PositionalEncoding(nn.Module):
         self.pe: Tensor = nn.Buffer(table.unsqueeze(0 if batch_first else 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the first ``length`` rows of the table to ``x [batch, length, d_model]``.
+        """Add the first ``length`` rows of the table.
+
+        Args:
+            x: ``[batch, length, d_model]``, or ``[length, batch, d_model]`` with ``batch_first=False``, of a floating
+                dtype.
+
+        Returns:
+            A tensor of the shape of ``x``, in the wider of its dtype and the table's.
 
         Raises:
             ValueError: if ``x`` has not three axes, or ``length`` is more than the table has.
+
+        Examples:
+            >>> import torch
+            >>> from posenc_ext.reference import PositionalEncoding
+            >>> PositionalEncoding(4, max_len=50)(torch.zeros(2, 7, 4)).shape
+            torch.Size([2, 7, 4])
         """
         if x.dim() != 3:
             raise ValueError(
@@ -115,10 +164,19 @@ class LearnedPositionalEmbedding(nn.Module):
     """Trainable positions: one row of ``weight [max_len, d_model]`` per position, added to the input.
 
     Every row is learned from the training texts that were long enough to reach it. Past ``max_len`` there is no row.
+    Gehring et al. 2017, "Convolutional Sequence to Sequence Learning", section 3.1.
 
     Args:
         max_len: number of positions.
         d_model: width of a row.
+
+    Raises:
+        RuntimeError: a negative size, from torch.
+
+    Examples:
+        >>> from posenc_ext.reference import LearnedPositionalEmbedding
+        >>> LearnedPositionalEmbedding(10, 4).weight.shape
+        torch.Size([10, 4])
     """
 
     def __init__(self, max_len: int, d_model: int) -> None:
@@ -126,10 +184,22 @@ class LearnedPositionalEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.randn(max_len, d_model))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the first ``length`` rows of the weight to ``x [batch, length, d_model]``.
+        """Add the first ``length`` rows of the weight.
+
+        Args:
+            x: ``[batch, length, d_model]``, of a floating dtype.
+
+        Returns:
+            A tensor of the shape of ``x``.
 
         Raises:
             IndexError: if ``length`` is more than there are rows.
+
+        Examples:
+            >>> import torch
+            >>> from posenc_ext.reference import LearnedPositionalEmbedding
+            >>> LearnedPositionalEmbedding(10, 4)(torch.zeros(2, 7, 4)).shape
+            torch.Size([2, 7, 4])
         """
         length, max_len = x.size(1), self.weight.size(0)
         if length > max_len:
@@ -141,17 +211,26 @@ class LearnedPositionalEmbedding(nn.Module):
 
 
 def get_sinusoidal_positional_encoding(seq_len: int, d_model: int) -> FloatArray:
-    """The table of the module docstring in double precision.
+    """The textbook's table of sinusoids in double precision.
+
+    Vaswani et al. 2017, "Attention Is All You Need", section 3.5: PE(p, 2k) = sin(p * w_k) and
+    PE(p, 2k + 1) = cos(p * w_k), where w_k = 10000 ** (-2k / d_model).
 
     Args:
         seq_len: number of positions, from 0.
         d_model: width; when it is odd, the last column is one more sine.
 
     Returns:
-        float64 ``[seq_len, d_model]``.
+        float64 ``[seq_len, d_model]``, a NumPy array.
 
     Raises:
         ValueError: if ``seq_len`` is negative or ``d_model`` is not positive.
+
+    Examples:
+        >>> import posenc_ext
+        >>> posenc_ext.get_sinusoidal_positional_encoding(2, 4).round(4)
+        array([[0.    , 1.    , 0.    , 1.    ],
+               [0.8415, 0.5403, 0.01  , 1.    ]])
     """
     if seq_len < 0:
         raise ValueError(f"get_sinusoidal_positional_encoding: seq_len must not be negative, got {seq_len}")
@@ -181,13 +260,19 @@ def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = 
         d_model: width of the encoding.
         base: ratio between the fastest frequency and (nearly) the slowest.
         divisor: which of the formulas.
-        odd: what the column left over by an odd width holds; see `sinusoid_table`.
+        odd: what the column left over by an odd width holds: ``sine``, one more sine; ``zero``; or ``round_up``, one
+            more sine, with the frequencies of width ``d_model + 1``.
 
     Returns:
         float64 ``[d_model // 2]``, one more for an odd width unless ``odd="zero"``.
 
     Raises:
         ValueError: if ``d_model`` or ``base`` is not positive, or a name is unknown.
+
+    Examples:
+        >>> from posenc_ext.reference import sinusoid_frequencies
+        >>> sinusoid_frequencies(4).tolist()
+        [1.0, 0.01]
     """
     if d_model <= 0:
         raise ValueError(f"sinusoid_frequencies: d_model must be positive, got {d_model}")
@@ -206,15 +291,23 @@ def sinusoid_frequencies(d_model: int, *, base: float = 10000.0, divisor: str = 
 
 
 def sinusoid_columns(d_model: int, layout: str, *, sines: int) -> tuple[range, range]:
-    """Which columns of an encoding hold the sines, and which the ``d_model // 2`` cosines, both fastest first.
+    """Which columns of an encoding hold the sines, and which the cosines, both fastest first.
 
     Args:
         d_model: width of the encoding.
-        layout: see `sinusoid_table`.
-        sines: number of sines, the length of `sinusoid_frequencies`. A column that is in neither is zero.
+        layout: ``interleaved`` (sin, cos, sin, cos, ...), ``sin_cos`` (all sines, then all cosines) or ``cos_sin``.
+        sines: number of sines, the length of what `sinusoid_frequencies` returns. A column that is in neither is zero.
+
+    Returns:
+        The columns of the sines, and those of the ``d_model // 2`` cosines.
 
     Raises:
         ValueError: if ``layout`` is unknown.
+
+    Examples:
+        >>> from posenc_ext.reference import sinusoid_columns
+        >>> sinusoid_columns(6, "sin_cos", sines=3)
+        (range(0, 3), range(3, 6))
     """
     cosines = d_model // 2
     if layout == "interleaved":
@@ -249,14 +342,18 @@ def sinusoid_table(
     - ``zero``: zero, in the last column;
     - ``round_up``: as ``sine``, but the frequencies are those of width ``d_model + 1``.
 
+    The frequencies are those of Vaswani et al. 2017, section 3.5 (``divisor="d"``: ``base ** (-2k / D)``), of
+    tensor2tensor (``"half_minus_1"``: ``base ** (-k / (D // 2 - 1))``) or of diffusers (``"half"``: ``base ** (-k / (D
+    // 2))``).
+
     The angle ``p * w_k`` is rounded to double precision, so a value is off by up to about ``2 ** -52 * |p|``: 4e-9 at
     position 2 ** 24. Farther out, compute with more digits.
 
     Args:
         positions: numbers of any shape ``[...]``: whole or fractional, negative too.
         d_model: width of the encoding.
-        base: see `sinusoid_frequencies`.
-        divisor: see `sinusoid_frequencies`.
+        base: ratio between the fastest frequency and (nearly) the slowest.
+        divisor: which of the formulas of the frequencies.
         layout: which column holds which sine or cosine.
         odd: what the column left over by an odd width holds.
 
@@ -265,6 +362,12 @@ def sinusoid_table(
 
     Raises:
         ValueError: if ``d_model`` or ``base`` is not positive, or a name is unknown.
+
+    Examples:
+        >>> from posenc_ext.reference import sinusoid_table
+        >>> sinusoid_table([0, 1], 4, layout="sin_cos").round(4)
+        array([[0.    , 0.    , 1.    , 1.    ],
+               [0.8415, 0.01  , 0.5403, 1.    ]])
     """
     frequency = sinusoid_frequencies(d_model, base=base, divisor=divisor, odd=odd)
     angle = np.asarray(positions, dtype=np.float64)[..., np.newaxis] * frequency

@@ -24,6 +24,12 @@ class Vocabulary:
     Raises:
         TypeError: if ``words`` is one string, or holds something that is not a string.
         ValueError: if a word is empty or has white space in it, and so could never be found in a text.
+
+    Examples:
+        >>> import posenc_ext
+        >>> vocabulary = posenc_ext.Vocabulary(["the", "cat"])
+        >>> len(vocabulary), vocabulary.words
+        (3, ('[PAD]', 'the', 'cat'))
     """
 
     def __init__(self, words: Iterable[str]) -> None:
@@ -38,8 +44,19 @@ class Vocabulary:
     def from_texts(cls, texts: Iterable[str]) -> Vocabulary:
         """The vocabulary of some texts: every word of theirs, in order of first appearance.
 
+        Args:
+            texts: the texts, each a string.
+
+        Returns:
+            A vocabulary of all their words.
+
         Raises:
             TypeError: if ``texts`` is one string.
+
+        Examples:
+            >>> import posenc_ext
+            >>> posenc_ext.Vocabulary.from_texts(["the cat sat", "the mat"])
+            Vocabulary(['the', 'cat', 'sat', 'mat'])
         """
         _refuse_single_string("Vocabulary.from_texts", "texts", texts)
         return cls(word for text in texts for word in _split(text))
@@ -83,6 +100,12 @@ class Vocabulary:
         Raises:
             TypeError: if ``texts`` is one string.
             ValueError: if a word is not in the vocabulary, or a text has more than ``length`` words: none is cut.
+
+        Examples:
+            >>> import posenc_ext
+            >>> posenc_ext.Vocabulary(["the", "cat", "sat"]).encode(["the cat sat", "sat"])
+            tensor([[1, 2, 3],
+                    [3, 0, 0]])
         """
         _refuse_single_string("Vocabulary.encode", "texts", texts)
         rows = [self._encode_one(row, text) for row, text in enumerate(texts)]
@@ -112,7 +135,12 @@ class Vocabulary:
 
         Raises:
             IndexError: if an id is not in the vocabulary.
-            ValueError: if ``ids`` has another number of dimensions or is not integer.
+            ValueError: if ``ids`` has another number of dimensions, or a dtype that is not an integer one.
+
+        Examples:
+            >>> import posenc_ext
+            >>> posenc_ext.Vocabulary(["the", "cat", "sat"]).decode([[1, 2, 3], [3, 0, 0]])
+            ['the cat sat', 'sat']
         """
         # An empty list becomes a floating-point tensor, and holds no id that could be wrong.
         batch = torch.as_tensor(ids)

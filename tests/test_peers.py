@@ -294,11 +294,3 @@ def test_frequencies_of_a_project():
     want = layer(torch.zeros(1, 5000, D)).detach()
     got = functional.positional_encoding(5000, D, convention="sin_cos", frequencies=frequencies)
     torch.testing.assert_close(got, want, atol=1.3e-7, rtol=0)
-
-
-def test_snippets_of_the_page():
-    names: dict[str, Any] = {}
-    for snippet in re.findall(r"```python\n(.*?)```", RECIPES.read_text(encoding="utf-8"), re.S):
-        exec(snippet, names)
-    assert names["h"].shape == (2, 14, 14, 768)
-    assert importlib.import_module("posenc_ext").functional is names["F"]

@@ -39,5 +39,13 @@ def ops_library() -> str:
 
     It knows no Python: ``torch.ops.load_library(path)`` or, in a C++ program, ``dlopen`` registers the ops, with their
     kernels and without what Python adds (gradients and fake kernels).
+
+    Returns:
+        The path.
+
+    Examples:
+        >>> import posenc_ext
+        >>> posenc_ext.ops_library().endswith("libposenc_ext_ops.so")
+        True
     """
     return str(_LIBRARY)

@@ -150,8 +150,12 @@ class Mutation:
                 path.unlink(missing_ok=True)
 
     def why(self, mutant: Mutant, number: int) -> str:
-        """Which rule explains that a mutant survived; "" if none does."""
-        if self.machine_code(mutant, number) == self.machine_code(dataclasses.replace(mutant, after=mutant.before), 0):
+        """Which rule explains that a mutant survived; "" if none does, "invalid" if ptxas does not take it."""
+        try:
+            code = self.machine_code(mutant, number)
+        except build.BuildError:
+            return "invalid"
+        if code == self.machine_code(dataclasses.replace(mutant, after=mutant.before), 0):
             return "same machine code"
         if self.check(dataclasses.replace(mutant, after="trap"), number) == "":
             return "never reached"
@@ -184,7 +188,8 @@ class Mutation:
 def groups_for(mutant: Mutant) -> list[str]:
     if mutant.source.startswith("forward"):
         return ["forward"]
-    return {"backward": ["backward"], "bounds": ["bounds"]}.get(mutant.source, [""])
+    of_bounds = ["bounds", "forward: positions out of range"]
+    return {"backward": ["backward"], "bounds": of_bounds}.get(mutant.source, [""])
 
 
 def main() -> None:
@@ -209,9 +214,9 @@ def main() -> None:
                 return
             mutant = mutants[number]
             noticed = mutation.check(mutant, number)
-            results[noticed] += 1
-            if noticed == "":
-                why = mutation.why(mutant, number)
+            why = mutation.why(mutant, number) if noticed == "" else ""
+            results["invalid" if why == "invalid" else noticed] += 1
+            if noticed == "" and why != "invalid":
                 reasons[why or "no rule"] += 1
                 kernel = build.run(["c++filt", mutant.kernel]).stdout.strip() or mutant.kernel
                 place = f"{mutant.source}-{arguments.arch}.ptx:{mutant.line}"
