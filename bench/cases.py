@@ -542,13 +542,10 @@ def optimised(case: Case, settings: Settings, *, sparse: bool) -> list[Provider]
         Provider(name, _stepping(adam, weight, _trained(weight, call, grad)), ids, same=False)
         for name, (weight, call) in calls.items()
     ]
-    dense = torch.ops.posenc_ext._embed_bwd.default
-    ready = [
-        _sparse_gradient(shape, grad, tokens)
-        if sparse
-        else dense(grad, tokens, shape.vocabulary, shape.token_scale, -1, False)
-        for tokens in ids[: 1 if not sparse else None]
-    ]
+    if sparse:
+        ready = [_sparse_gradient(shape, grad, tokens) for tokens in ids]
+    else:  # Adam walks over the whole table, whatever the batch
+        ready = [torch.ops.posenc_ext._embed_bwd.default(grad, ids[0], shape.vocabulary, shape.token_scale, -1, False)]
     name = f"{'SparseAdam' if sparse else 'Adam'}'s step alone"
     return [*found, Provider(name, _stepping(adam, alone, lambda given: given), ready, same=False)]
 
