@@ -118,11 +118,14 @@ def into_out(case: Case, settings: Settings, *, positions: str = "") -> list[Pro
     flat, flat_ids = out.view(-1, shape.width), [tokens.view(-1) for tokens in ids]
     alike, unlike = torch.arange(shape.length).repeat(shape.batch, 1), torch.arange(shape.tokens).view(shape.batch, -1)
     places = {"": None, "alike": alike, "unlike": unlike}[positions]
+    one_row = dataclasses.replace(shape, batch=1, length=shape.tokens)
+    layer = inputs.textbook(one_row if positions == "unlike" else shape, weight)
+    eager = (lambda tokens: layer(tokens.view(1, -1)).view_as(out)) if positions == "unlike" else layer
     return [
         Provider(OURS, lambda tokens: functional.embed(tokens, data, positions=places, out=out), ids),
         Provider(INDEX_SELECT, lambda tokens: torch.index_select(data, 0, tokens, out=flat), flat_ids, same=False),
         copy_of(shape, shape.tokens, out=out),
-        Provider(EAGER, inputs.textbook(shape, weight), ids, timed=False),
+        Provider(EAGER, eager, ids, timed=False),
     ]
 
 

@@ -52,12 +52,12 @@ class Decoder(nn.Module):
 
 
 @torch.no_grad()
-def generate(model: Decoder, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def generate(model: Decoder, prompt: Tensor, steps: int, cached: bool = True) -> tuple[Tensor, Tensor]:
     """The tokens [batch, steps] that follow, the likeliest each time, and the logits of the first."""
-    cache: dict[str, Tensor] = {}
+    ids, cache = prompt, {}
     found, first = [], None
     for _ in range(steps):
-        logits = model(ids, cache)
+        logits = model(ids, cache) if cached else model(torch.cat([prompt, *found], 1), {})
         logits[:, PAD] = -torch.inf
         first = logits if first is None else first
         ids = logits.argmax(-1, keepdim=True)
@@ -83,7 +83,7 @@ def main() -> None:
     equal = all(torch.equal(embedded[i, -len(p) :], model.embed(p[None])[0]) for i, p in enumerate(prompts))
     print(f"input layer, bits equal to those of a prompt alone: {'yes' if equal else 'no'}")
 
-    alone = [generate(model, prompt[None], args.steps) for prompt in prompts]
+    alone = [generate(model, prompt[None], args.steps, cached=False) for prompt in prompts]
     tokens, logits = (torch.cat(parts) for parts in zip(*alone, strict=True))
     for counts, name in ((False, "real tokens counted"), (True, "pads counted too")):
         model.embed.count_padding = counts

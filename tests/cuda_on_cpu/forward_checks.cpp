@@ -866,10 +866,12 @@ void check_positions_out_of_range_at(const ForwardCase& what, const std::vector<
   ForwardTensors tensors(what);
   Random random(what.seed + 17);
   std::vector<int64_t> ids(what.tokens(), 2), positions(what.tokens()), good(what.tokens());
-  for (int64_t& position : good) position = random.below(what.table_rows);
+  for (int64_t& position : good) position = random.below(what.table_rows) - what.offset;
   positions = good;
   for (const int64_t place : places) {
-    positions[place] = place == places[0] ? what.table_rows : some_out_of_range(random, what.table_rows, true);
+    positions[place] = place == places[0] || what.offset != 0
+                           ? what.table_rows - what.offset
+                           : some_out_of_range(random, what.table_rows, what.int64_positions);
     if (ids_too) ids[place] = -7;
   }
   const int64_t first = *std::min_element(places.begin(), places.end());
@@ -893,8 +895,9 @@ void check_positions_out_of_range_at(const ForwardCase& what, const std::vector<
   const int64_t at = expected.first_difference(got);
   expect(at < 0, what.text() + ", positions out of range: element " + std::to_string(at) + " differs");
   const auto recorded = [&](const Device& by) {
+    const int64_t position = positions[first] + what.offset;
     return ids_too ? by.recorded(first, -7, what.rows)
-                   : by.recorded(first, positions[first], what.table_rows, cuda::IndexOf::positions);
+                   : by.recorded(first, position, what.table_rows, cuda::IndexOf::positions);
   };
   expect(recorded(device), what.text() + ": not the first position out of range was recorded");
   if (what.source != Source::gathered) return;
@@ -914,6 +917,8 @@ void check_positions_out_of_range(const Options& options) {
           ForwardCase what{dtype, source, kNoEncoding};
           what.table_rows = 29;
           what.given = Given::for_tokens;
+          what.offset = part < 2 ? 0 : 3 - 2 * part;
+          what.int64_positions = width == 64;
           what.batch = 6, what.seq = 7;
           what.width = width;
           what.sequence_first = part % 2 == 1;
