@@ -131,18 +131,24 @@ def into_out(case: Case, settings: Settings, *, positions: str = "") -> list[Pro
 
 def normed(case: Case, settings: Settings) -> list[Provider]:
     """The layer and the op that reads its output at once: it matters which core has written a line."""
-    shape, ids, data = case.shape, case.batches(settings), case.weight(settings).detach()
-    out = torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
+    shape, ids, weight = case.shape, case.batches(settings), case.weight(settings)
+    data, out = weight.detach(), torch.empty(shape.batch, shape.length, shape.width, dtype=shape.dtype)
     flat, norm = out.view(-1, shape.width), nn.LayerNorm(shape.width, dtype=shape.dtype)
+    eager = nn.Sequential(*inputs.textbook(shape, weight), norm)
 
     def theirs(tokens: Tensor) -> Tensor:
         torch.index_select(data, 0, tokens.view(-1), out=flat)
         return norm(out)  # type: ignore[no-any-return]
 
-    return [
+    found = [
         Provider(OURS, lambda tokens: norm(functional.embed(tokens, data, out=out)), ids),
         Provider(INDEX_SELECT, theirs, ids, same=False),
+        Provider(EAGER, eager, ids),
     ]
+    if not settings.quick and COMPILED in case.thresholds:
+        torch.compiler.reset()
+        found.append(Provider(COMPILED, inputs.compiled(eager), ids))
+    return found
 
 
 def layers(case: Case, settings: Settings) -> list[Provider]:
@@ -539,13 +545,10 @@ def optimised(case: Case, settings: Settings, *, sparse: bool) -> list[Provider]
         Provider(name, _stepping(adam, weight, _trained(weight, call, grad)), ids, same=False)
         for name, (weight, call) in calls.items()
     ]
-    dense = torch.ops.posenc_ext._embed_bwd.default
-    ready = [
-        _sparse_gradient(shape, grad, tokens)
-        if sparse
-        else dense(grad, tokens, shape.vocabulary, shape.token_scale, -1, False)
-        for tokens in ids[: 1 if not sparse else None]
-    ]
+    if sparse:
+        ready = [_sparse_gradient(shape, grad, tokens) for tokens in ids]
+    else:  # Adam walks over the whole table, whatever the batch
+        ready = [torch.ops.posenc_ext._embed_bwd.default(grad, ids[0], shape.vocabulary, shape.token_scale, -1, False)]
     name = f"{'SparseAdam' if sparse else 'Adam'}'s step alone"
     return [*found, Provider(name, _stepping(adam, alone, lambda given: given), ready, same=False)]
 
@@ -683,7 +686,8 @@ def cpu_cases() -> Iterator[Case]:
         shape = Shape(batch, length, 512, dtype)
         size = shape.row_bytes(shape.tokens) >> 20
         title, limit = f"forward {shape.text}, then LayerNorm", 1.25 if size < 1 else 1.1 if size < 4 else 1.0
-        yield pooled(f"forward.normed.{shape.name}", title, normed, shape, {INDEX_SELECT: limit})
+        compiled = {COMPILED: None} if (batch, length) == (16, 512) else {}
+        yield pooled(f"forward.normed.{shape.name}", title, normed, shape, {INDEX_SELECT: limit, **compiled})
 
     for shape, most in ((batched, 1.5), (batched.of(BF16), 2.0)):
         for what in EXTRAS:

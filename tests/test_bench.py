@@ -236,7 +236,7 @@ def test_the_cases_of_the_readme():
 
 
 # Of a sweep, one point for each task: in a tiny shape most are alike. Of one along the dtype, all.
-TINY = list({(case.series, case.shape.dtype): case for case in every_case() if case.probe is None}.values())
+TINY = list({(case.group, case.series, case.shape.dtype): case for case in every_case() if case.probe is None}.values())
 
 
 @pytest.mark.parametrize("case", TINY, ids=[f"{case.group}-{case.name}" for case in TINY])
