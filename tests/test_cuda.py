@@ -738,11 +738,22 @@ def test_dropout_padding_scale_and_offsets(device, dtype):
         assert_same_bits(got.cpu(), want, f"offsets, width {width}")
 
 
+@make.each_dtype
+def test_several_axes(device, dtype):
+    grid, x = functional.grid_positions(3, 5).flatten(0, 1), make.x((2, 15, 40), dtype=dtype)
+    want, got = (functional.add_positional_encoding_nd(x.to(d), grid.to(d)) for d in ("cpu", device))
+    assert_same_bits(got.cpu(), want, "added")
+    want, got = (functional.positional_encoding_nd(grid.to(d), 40, dtype=dtype) for d in ("cpu", device))
+    assert_same_bits(got.cpu(), want, "alone")
+
+
 def test_functional_is_what_was_tested():
     """Every public function is called above, but for those that reach no kernel."""
     tested = {"add_positional_encoding", "embed", "positional_encoding", "scaled_embedding"}
     tested |= {"positions_from_cu_seqlens", "positions_from_padding", "positions_from_sequence_ids"}
+    tested |= {"add_positional_encoding_nd", "positional_encoding_nd"}
     of_the_host = {
+        "grid_positions",
         "angular_frequencies",
         "broadcast_positions",
         "check_integer",

@@ -129,7 +129,7 @@ def unpatch(model: nn.Module) -> Report:
                     f"posenc_ext.adapters.unpatch: {path or 'model'} must be a module as patch left it, got the class "
                     f"{qualified(type(module))}, which another tool made of it; undo that first"
                 )
-            module.__class__ = type(module).posenc_original
+            module.__class__ = type(module).posenc_original  # type: ignore[assignment]
             del module.__dict__["_posenc"]
             entries.append(Entry(path, type(module).__name__, "restored", ""))
     return Report(entries)
@@ -181,7 +181,7 @@ def _replace(module: nn.Module, row: Row) -> None:
             module.check()  # type: ignore[operator]
             for arguments, options in module.probes():  # type: ignore[operator]
                 want = original.forward(module, *arguments, **options)
-                _compare(twin.forward(module, *arguments, **options), want, twin.posenc_ulps)  # type: ignore[arg-type]
+                _compare(twin.forward(module, *arguments, **options), want, twin.posenc_ulps)
     except BaseException as error:
         module.__class__ = original
         del module.__dict__["_posenc"]

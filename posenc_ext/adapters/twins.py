@@ -141,7 +141,7 @@ def qualified(kind: type) -> str:
 
 def twin_class(original: type[nn.Module], row: Row) -> type[Twin]:
     """The subclass of a project's class that a row puts in its place."""
-    return _twin_class(original, row, original.forward)
+    return _twin_class(original, row, original.forward)  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.cache
@@ -601,7 +601,7 @@ class Scaled(Twin):
     def probes(self) -> Iterator[Probe]:
         """Lengths."""
         for length in (1, min(7, self.max_len), self.max_len):
-            like = {"dtype": self.alpha.dtype, "device": self.alpha.device}
+            like: Any = {"dtype": self.alpha.dtype, "device": self.alpha.device}
             yield (torch.linspace(-1, 1, 2 * length * self.dim, **like).reshape(2, length, -1),), {}
 
 
