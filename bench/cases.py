@@ -271,6 +271,29 @@ def timesteps(case: Case, settings: Settings) -> list[Provider]:
     return [Provider(OURS, ours, times), Provider(COMPOSED, composed, times)]
 
 
+def axes(case: Case, settings: Settings) -> list[Provider]:
+    """Activations on a grid and the encoding of its two axes, against the same in torch's ops, and a stored table."""
+    shape, rows = case.shape, 1 << (case.shape.length.bit_length() - 1) // 2
+    given = [torch.randn(shape.batch, shape.length, shape.width).to(shape.dtype) for _ in range(case.calls + 1)]
+    places = functional.grid_positions(rows, shape.length // rows).flatten(0, 1)
+    stored = functional.positional_encoding_nd(places, shape.width, convention="marian", dtype=shape.dtype)
+
+    def composed(x: Tensor) -> Tensor:
+        quarter = shape.width // 4
+        w = torch.exp(-math.log(10000) * torch.arange(quarter) / quarter)
+        angles = [place[:, None] * w for place in places.float().unbind(-1)]
+        return x + torch.cat([part for a in angles for part in (a.sin(), a.cos())], dim=-1).to(x.dtype)
+
+    def ours(x: Tensor) -> Tensor:
+        return functional.add_positional_encoding_nd(x, places, convention="marian")
+
+    return [
+        Provider(OURS, ours, given),
+        Provider(COMPOSED, composed, given),
+        Provider("x + a stored table", lambda x: x + stored, given),
+    ]
+
+
 def padded(case: Case, settings: Settings) -> list[Provider]:
     """Positions count real tokens and pads have no encoding: M2M100's two modules. A quarter of each row is padding.
 
@@ -731,6 +754,8 @@ def cpu_cases() -> Iterator[Case]:
     for shape in (times, times.of(BF16)):
         title = f"timestep embedding {shape.text}"
         yield pooled(f"timesteps.{shape.name}", title, timesteps, shape, {COMPOSED: 0.25})
+    for shape in (Shape(8, 1024, 512), Shape(8, 1024, 512, BF16)):
+        yield pooled(f"axes.{shape.name}", f"two axes, added to {shape.text}", axes, shape, {COMPOSED: 1.0})
 
     one = partial(Case, thresholds={EAGER: 0.40}, bytes_moved=lambda shape: None, calls=1000)
     yield one("token.call", "one token, no grad", layers)

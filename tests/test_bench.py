@@ -222,7 +222,7 @@ def test_the_cases_of_the_readme():
     for dtype, ids, size in itertools.product(("fp32", "bf16"), ("uniform", "zipf", "half-hot"), (32_000, 256_000)):
         assert known[f"backward.{ids}.{size}.{dtype}.32x512x512"].thresholds[cases.DENSE_BACKWARD] == 1 / 1.5
     assert {"copy.large", "forward.strided", "backward.tokens.512", "backward.tokens.65536"} <= set(known)
-    assert (len(known), len(run.select(run.cases_of(FEW), []))) == (1 + 8 + 12 + 4, 71)
+    assert (len(known), len(run.select(run.cases_of(FEW), []))) == (1 + 8 + 12 + 4, 73)
     large, small = (known[f"forward.bf16.{sizes}"].thresholds for sizes in ("8x2048x1024", "32x512x512"))
     assert (large[cases.SHARE], small[cases.SHARE], large[inputs.EAGER]) == (0.9, None, 0.4)
     assert {large[name] for name in (cases.COMPILED, cases.AUTOTUNED, cases.FORMULA)} == {1.0}
@@ -230,7 +230,7 @@ def test_the_cases_of_the_readme():
         kept, _ = rows.read(ROOT / "bench/results/cpu-xeon-2-threads.json")
         forward = ("alike", "unlike", "offsets", "learned", "floating", "padded", "normed", *cases.EXTRAS)
         later = ("sweep.", "train.adam", "train.sparse_adam", "token.compiled", "accuracy.positions")
-        later += ("positions.", "dropout.", "timesteps.", *(f"forward.{name}." for name in forward))
+        later += ("positions.", "dropout.", "timesteps.", "axes.", *(f"forward.{name}." for name in forward))
         former = {row.case for row in kept} - {"forward.positions.fp32.16x512x512"}  # now alike and unlike
         assert former == {name for name in run.cases_of(FEW) if not name.startswith(later)}
 
